@@ -1,0 +1,161 @@
+"""SymmMemAllGather and SymmMemReduceScatter: FSDP2's two comm interfaces over an arena and its wire.
+
+Give them to one module with ``set_custom_all_gather`` / ``set_custom_reduce_scatter``, or to a whole model with
+:func:`fsdp_symm.set_symm_mem_for_comm`.
+
+Legend: W ranks, C elements of one rank's chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+
+from fsdp_symm import compat
+from fsdp_symm.compat import Role
+from fsdp_symm.errors import SymmMemError, problem
+from fsdp_symm.memory.arena import Lease, SymmMemArena
+from fsdp_symm.memory.mixin import SymmMemAllocMixin
+from fsdp_symm.wire import wire_of
+from fsdp_symm.wire.reduce import op_name
+
+PLAIN = "plain"
+
+
+class _SymmMemComm(SymmMemAllocMixin):
+    """What both collectives share: finding the slot, the plain path, counting, the trace range."""
+
+    def _slot(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> tuple[SymmMemArena, Lease] | None:
+        """The slot that holds the symmetric buffer of this call, or ``None`` for the plain path."""
+        found = self.lease_of(buffer)
+        if found is None:
+            if self._current is not None and buffer.numel():
+                self.plain_path("the buffer was not allocated by this comm")
+            return None
+        if found[0].group_name != compat.group_name(group):
+            self.plain_path(f"the call's process group {compat.group_name(group)} is not the arena's")
+            return None
+        return found
+
+    def _range(self, nbytes: int, engine: str, group: dist.ProcessGroup, op: str) -> AbstractContextManager[object]:
+        self.counters.add(self.role, engine, nbytes * (group.size() - 1) // group.size())
+        return compat.annotate(
+            f"fsdp_symm::{self.role}",
+            module=self.module,
+            bytes=nbytes,
+            engine=engine,
+            group=compat.group_name(group),
+            group_size=group.size(),
+            op=op,
+        )
+
+    def _check(self, whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+        if whole.numel() != part.numel() * group.size() or whole.dtype != part.dtype:
+            names = ("output", "input") if self.role == "all_gather" else ("input", "output")
+            raise SymmMemError(
+                problem(
+                    f"{self.role} of {self.module!r}: the tensors do not fit together",
+                    found=f"{names[0]} {whole.numel()} x {whole.dtype}, {names[1]} {part.numel()} x {part.dtype}, "
+                    f"{group.size()} ranks",
+                    expected=f"{names[0]} = ranks x {names[1]}, of one dtype",
+                    fix=f"allocate the {names[0]} with this comm's allocate()",
+                )
+            )
+
+
+class SymmMemAllGather(_SymmMemComm, compat.AllGather):
+    """All-gather whose output lies in an arena's slot; bit-identical to the plain one."""
+
+    role: Role = "all_gather"
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``input_tensor [C]`` of every rank into ``output_tensor [W * C]``.
+
+        Returns:
+            A ``Work`` if ``async_op``, else ``None`` with the output complete.
+
+        Raises:
+            SymmMemError: sizes or dtypes do not fit together.
+            SymmMemTimeoutError, SymmMemPeerError: a rank did not arrive, died, or issued another call.
+        """
+        self._check(output_tensor, input_tensor, group)
+        slot = self._slot(output_tensor, group)
+        nbytes = output_tensor.numel() * output_tensor.element_size()
+        if slot is None:
+            with self._range(nbytes, PLAIN, group, ""):
+                return compat.plain_comm(self.role)(output_tensor, input_tensor, group, async_op)
+        arena, lease = slot
+        with self._range(nbytes, arena.engine, group, ""):
+            own = output_tensor.view(-1).narrow(0, group.rank() * input_tensor.numel(), input_tensor.numel())
+            if own.data_ptr() != input_tensor.data_ptr():
+                own.copy_(input_tensor.view(-1))
+            return wire_of(arena).all_gather(
+                output_tensor, lease, arena.next_epoch(lease), module=self.module, async_op=async_op
+            )
+
+
+class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
+    """Reduce-scatter whose input lies in an arena's slot.
+
+    Sums run in rank order with fp32 accumulation (fp64 for fp64). The output comes from ordinary memory, since FSDP2
+    keeps it as the parameters' gradients.
+    """
+
+    role: Role = "reduce_scatter"
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """FSDP2 asks twice a call: for the input (a slot), then for the output, ``1 / W`` of it (ordinary memory)."""
+        numel = math.prod(int(s) for s in size)
+        expected, self._output_numel = self._output_numel, None
+        if numel == expected:
+            return torch.empty(tuple(size), dtype=dtype, device=device)
+        tensor = super().allocate(size, dtype=dtype, device=device)
+        self._output_numel = numel // self._world_size if self._world_size else None
+        return tensor
+
+    _output_numel: int | None = None  # size of the output that belongs to the last input
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor [W * C]`` over the ranks; this rank's chunk goes to ``output_tensor [C]``.
+
+        Args:
+            op: SUM, AVG, PREMUL_SUM, MAX or MIN.
+
+        Raises:
+            SymmMemError: sizes or dtypes do not fit together, or another op.
+            SymmMemTimeoutError, SymmMemPeerError: a rank did not arrive, died, or issued another call.
+        """
+        self._check(input_tensor, output_tensor, group)
+        slot = self._slot(input_tensor, group)
+        nbytes = input_tensor.numel() * input_tensor.element_size()
+        if slot is None:
+            with self._range(nbytes, PLAIN, group, op_name(op)):
+                return compat.plain_comm(self.role)(output_tensor, input_tensor, group, op, async_op)
+        arena, lease = slot
+        with self._range(nbytes, arena.engine, group, op_name(op)):
+            return wire_of(arena).reduce_scatter(
+                output_tensor,
+                input_tensor,
+                op,
+                lease,
+                arena.next_epoch(lease),
+                module=self.module,
+                async_op=async_op,
+            )

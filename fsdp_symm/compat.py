@@ -1,0 +1,326 @@
+"""The only file that touches private attributes of torch.
+
+Each reader names the torch versions in which the attribute was read (source of 2.13.0, 2.14.1 and 2.15.0). Anything
+that a later torch renames is repaired here and nowhere else.
+
+Legend: W ranks of a group; a *param group* is FSDP2's ``FSDPParamGroup``: the parameters that are
+gathered by one collective.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._profiler import _RecordFunctionFast
+from torch.distributed.fsdp import FSDPModule
+
+# torch 2.13-2.15: the comm classes live in this private module; the public package exports none of them.
+from torch.distributed.fsdp._fully_shard import _fsdp_api as _api
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _native
+
+Role = Literal["all_gather", "reduce_scatter"]
+ROLES: tuple[Role, ...] = ("all_gather", "reduce_scatter")
+
+
+# --- process groups ----------------------------------------------------------------------------------------
+
+
+Store = dist.distributed_c10d.Store
+ReduceOpKind: Any = dist.ReduceOp.RedOpType  # SUM, AVG, ... ; pybind enum, untyped in the stubs
+
+
+def default_store() -> Store:
+    """The CPU store of the default process group (torch 2.13-2.15: ``distributed_c10d._get_default_store``)."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def group_is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether the group still belongs to this process' world (torch 2.13-2.15: ``distributed_c10d._world``)."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name under which torch registered the group; public, but typed loosely."""
+    return str(group.group_name)
+
+
+def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Global ranks of the group in group order."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+# --- profiler ----------------------------------------------------------------------------------------------
+
+
+def annotate(name: str, **args: str | int) -> AbstractContextManager[object]:
+    """A profiler range whose ``args`` appear in Kineto traces recorded with ``record_shapes=True``.
+
+    ``torch.profiler.record_function`` keeps its ``args`` string out of chrome traces (seen in 2.13.0); the fast
+    recorder writes keyword values as JSON keys (``torch._C._profiler._RecordFunctionFast``, 2.13-2.15).
+    """
+    return _RecordFunctionFast(name, [], dict(args))
+
+
+# --- FSDP2 -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """One FSDP2 param group, seen through public values only.
+
+    Attributes:
+        fqn: the module's name below the switched model; several modules of one ``fully_shard`` call are joined
+            with commas; the model itself is ``"<root>"``.
+        index: position among the param groups of the same module.
+        siblings: number of param groups of the same module.
+        kind: ``"fsdp"``, ``"hsdp"`` or ``"replicate"``.
+        native: torch's own object, for this file alone.
+        modules: the modules that the group covers.
+    """
+
+    fqn: str
+    index: int
+    siblings: int
+    kind: Literal["fsdp", "hsdp", "replicate"]
+    native: Any
+    modules: tuple[nn.Module, ...]
+
+    @property
+    def label(self) -> str:
+        """Name for tables and errors; the index only where the module has several groups."""
+        return self.fqn if self.siblings == 1 else f"{self.fqn}[{self.index}]"
+
+    @property
+    def device(self) -> torch.device:
+        return self.native.device
+
+
+def _fsdp_state(module: nn.Module) -> Any | None:
+    # torch 2.13-2.15: FSDPModule._get_fsdp_state; ReplicateModule inherits it.
+    if not isinstance(module, FSDPModule):
+        return None
+    return module._get_fsdp_state()
+
+
+def _kind(native: Any) -> Literal["fsdp", "hsdp", "replicate"]:
+    # torch 2.13-2.15: FSDPParamGroup.mesh_info is FSDPMeshInfo, HSDPMeshInfo (both) or DDPMeshInfo (replicate).
+    sharded = getattr(native.mesh_info, "shard_mesh_dim", None) is not None
+    replicated = getattr(native.mesh_info, "replicate_mesh_dim", None) is not None
+    if not sharded:
+        return "replicate"
+    return "hsdp" if replicated else "fsdp"
+
+
+def param_groups(model: nn.Module) -> list[ParamGroup]:
+    """All param groups below ``model`` in FQN order; a root that owns no parameters contributes none."""
+    names: dict[int, list[str]] = {}
+    states: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        state = _fsdp_state(module)
+        if state is not None:
+            states[id(state)] = state
+            names.setdefault(id(state), []).append(name or "<root>")
+    groups = []
+    for key, state in states.items():
+        natives = state._fsdp_param_groups  # torch 2.13-2.15: a list, empty without parameters
+        for index, native in enumerate(natives):
+            groups.append(
+                ParamGroup(
+                    fqn=",".join(names[key]),
+                    index=index,
+                    siblings=len(natives),
+                    kind=_kind(native),
+                    native=native,
+                    modules=tuple(native.modules),
+                )
+            )
+    return groups
+
+
+def has_fsdp_modules(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` (or ``replicate``) was applied anywhere below ``model``."""
+    return any(isinstance(m, FSDPModule) for m in model.modules())
+
+
+def prefetch_depth(model: nn.Module) -> int:
+    """Longest explicit prefetch list below ``model``, at least 1 for FSDP2's implicit prefetch.
+
+    torch 2.13-2.15: ``FSDPState._states_to_forward_prefetch`` and ``_states_to_backward_prefetch``.
+    """
+    depth = 1
+    for module in model.modules():
+        state = _fsdp_state(module)
+        if state is not None:
+            depth = max(depth, len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch))
+    return depth
+
+
+def reduce_scatter_input_buffers(groups: list[ParamGroup]) -> int:
+    """FSDP2's cap K on reduce-scatter inputs kept alive (2.13-2.15: the largest of the groups' caps wins)."""
+    return max((g.native.reduce_scatter_max_input_buffers for g in groups), default=1)
+
+
+def shard_group(group: ParamGroup) -> dist.ProcessGroup:
+    """The group over which parameters are sharded (2.13-2.15: ``FSDPMeshInfo.shard_process_group``)."""
+    return group.native.mesh_info.shard_process_group
+
+
+def post_forward_group(group: ParamGroup) -> dist.ProcessGroup | None:
+    """The smaller group of an integer ``reshard_after_forward``, else ``None``.
+
+    torch 2.13-2.15: ``post_forward_mesh_info`` is ``None`` (False), equal to ``mesh_info`` (True) or another mesh.
+    """
+    info = group.native.post_forward_mesh_info
+    if info is None or info == group.native.mesh_info:
+        return None
+    return info.shard_process_group
+
+
+def all_gather_group(group: ParamGroup) -> dist.ProcessGroup:
+    """The group of the *coming* all-gather; it changes with the sharded state (``_all_gather_process_group``)."""
+    return group.native._all_gather_process_group
+
+
+def reduce_scatter_group(group: ParamGroup) -> dist.ProcessGroup:
+    """The group of the coming reduce-scatter (``_reduce_scatter_process_group``, 2.13-2.15)."""
+    return group.native._reduce_scatter_process_group
+
+
+def replicate_group(group: ParamGroup) -> dist.ProcessGroup | None:
+    """HSDP's all-reduce group, else ``None``."""
+    return group.native.mesh_info.replicate_process_group if group.kind == "hsdp" else None
+
+
+# --- the comm objects --------------------------------------------------------------------------------------
+
+_COMM_ATTRIBUTE: dict[Role, str] = {
+    "all_gather": "_all_gather_comm",  # torch 2.13-2.15
+    "reduce_scatter": "_reduce_scatter_comm",  # torch 2.13-2.15
+}
+_DEFAULT_COMM: dict[Role, type] = {
+    "all_gather": _native.DefaultAllGather,
+    "reduce_scatter": _native.DefaultReduceScatter,
+}
+_NATIVE_SYMM: tuple[type, ...] = (_native.SymmMemAllGather, _native.SymmMemReduceScatter)
+_NATIVE_PG_ALLOC: tuple[type, ...] = (
+    _native.ProcessGroupAllocAllGather,
+    _native.ProcessGroupAllocReduceScatter,
+)
+
+
+def get_comm(group: ParamGroup, role: Role) -> Any:
+    """The comm object that FSDP2 will call. The public setters refuse modules with several groups, so: direct."""
+    return getattr(group.native, _COMM_ATTRIBUTE[role])
+
+
+def set_comm(group: ParamGroup, role: Role, comm: Any) -> None:
+    """Replace the comm object of one param group."""
+    setattr(group.native, _COMM_ATTRIBUTE[role], comm)
+
+
+def occupied_by(group: ParamGroup, role: Role) -> str | None:
+    """Why the role's comm must be left alone, or ``None`` for FSDP2's default.
+
+    Exact type on purpose: a subclass of the default is a user's choice as well.
+    """
+    comm = get_comm(group, role)
+    if type(comm) is _DEFAULT_COMM[role]:
+        return None
+    if isinstance(comm, _NATIVE_SYMM):
+        return "torch's own set_symm_mem_for_comm is on for this module"
+    if isinstance(comm, _NATIVE_PG_ALLOC):
+        return "set_allocate_memory_from_process_group_for_comm is on for this module"
+    return f"the module has a custom {role} comm ({type(comm).__name__})"
+
+
+def plain_comm(role: Role) -> Any:
+    """A fresh instance of FSDP2's default comm: the plain path that unplanned calls take."""
+    return _DEFAULT_COMM[role]()
+
+
+AllGather = _api.AllGather
+ReduceScatter = _api.ReduceScatter
+
+
+# --- sizes -------------------------------------------------------------------------------------------------
+
+
+def _itemsize(dtype: torch.dtype) -> int:
+    return torch.empty((), dtype=dtype, device="meta").element_size()
+
+
+def _extension_input_bytes(param: Any) -> int:
+    """Bytes of one rank's all-gather inputs after the tensor's ``fsdp_pre_all_gather``; calls the extension once."""
+    with torch.no_grad():
+        inputs = param.all_gather_inputs
+    param._extensions_data.clear()
+    return sum(t.numel() * t.element_size() for t in inputs)
+
+
+def _param_dtype(param: Any) -> torch.dtype:
+    # Same rule as FSDPParam.init_dtype_attrs (2.13-2.15), which runs only at lazy init.
+    original = param.sharded_param.dtype
+    wanted = param.mp_policy.param_dtype
+    return wanted if wanted is not None and original.is_floating_point else original
+
+
+class UnsizedExtensionError(Exception):
+    """An all-gather extension could not be asked for its sizes; carries the parameter and the cause."""
+
+
+def all_gather_bytes(group: ParamGroup) -> tuple[int, str]:
+    """Bytes of the all-gather output over the shard group, and the dtype that FSDP2 will ask for.
+
+    Padded shard sizes, after mixed precision and after all-gather extensions. FSDP2 gathers mixed dtypes as
+    ``uint8`` (2.13-2.15: ``_get_all_gather_input_metadatas``), so bytes are what counts.
+
+    Raises:
+        UnsizedExtensionError: an extension failed when it was asked, for example on the meta device.
+    """
+    world_size = shard_group(group).size()
+    total, dtypes = 0, set()
+    for param in group.native.fsdp_params:
+        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+            try:
+                total += _extension_input_bytes(param)
+            except Exception as error:  # a user's code: reported, never hidden
+                raise UnsizedExtensionError(f"{type(param._sharded_local_tensor).__name__}: {error}") from error
+            dtypes.add("extension")
+        else:
+            dtype = _param_dtype(param)
+            total += param.padded_sharded_param_size.numel() * _itemsize(dtype)
+            dtypes.add(str(dtype).removeprefix("torch."))
+    return total * world_size, dtypes.pop() if len(dtypes) == 1 else "uint8"
+
+
+def reduce_scatter_bytes(group: ParamGroup) -> tuple[int, str]:
+    """Bytes of the reduce-scatter input and its dtype; 0 bytes when nothing is trainable.
+
+    Dim-0 shards are padded to a multiple of W (2.13-2.15: ``_get_dim0_padded_size``); other dims shard evenly.
+    """
+    world_size = reduce_scatter_group(group).size()
+    total, name = 0, "none"
+    for param in group.native.fsdp_params:
+        if not param.sharded_param.requires_grad:
+            continue
+        dtype = param.mp_policy.reduce_dtype or _param_dtype(param)
+        size = param._orig_size
+        if param.fsdp_placement.dim == 0:
+            numel = math.ceil(size[0] / world_size) * world_size * math.prod(size[1:])
+        else:
+            numel = math.prod(size)
+        total += numel * _itemsize(dtype)
+        name = str(dtype).removeprefix("torch.")
+    return total, name
+
+
+def premul_factor(op: Any) -> float | None:
+    """The factor of a ``PREMUL_SUM`` op (``ReduceOp.factor`` has been readable since torch 2.13), else ``None``."""
+    kind = op.op if hasattr(op, "op") else op
+    return float(op.factor) if kind == ReduceOpKind.PREMUL_SUM else None

@@ -1,0 +1,262 @@
+"""SymmMemArena: the symmetric memory of one process group, taken once and handed out in slots by call order.
+
+Every rank of the group must ask for slots in the same order; the slot is the call's number modulo the ring's length,
+so all ranks use the same offset without talking. Nothing here depends on a garbage collector, a reference count or an
+allocator: those only decide whether a slot's turn comes too early, which is an error on every rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fsdp_symm import compat
+from fsdp_symm.compat import Role
+from fsdp_symm.errors import SlotShortageError, SymmMemConfigError, SymmMemError, problem
+from fsdp_symm.memory.host import HostSegment
+from fsdp_symm.plan import Ring
+
+SEGMENTS = {"host": HostSegment}
+
+
+@dataclass
+class Lease:
+    """A slot in use.
+
+    Attributes:
+        role, slot: which slot of which ring.
+        index: the slot's number among all slots of the arena.
+        offset, nbytes: where the tensor lies among the arena's bytes.
+        owner: the module that asked.
+        sequence: the call's number in its ring.
+        epoch: number of the collective that used it, ``None`` while there was none.
+    """
+
+    role: Role
+    slot: int
+    index: int
+    offset: int
+    nbytes: int
+    owner: str
+    sequence: int
+    alive: weakref.ref[object]
+    epoch: int | None = None
+
+
+@dataclass(frozen=True)
+class ArenaStats:
+    """One arena in numbers.
+
+    Attributes:
+        nbytes: symmetric bytes that this rank holds, control page included; constant after construction.
+        slots: slots by role.
+        handed_out: slots handed out so far by role.
+        in_use: slots by role whose tensors are alive now.
+        wait_s: seconds this rank has waited for its peers.
+    """
+
+    nbytes: int
+    slots: dict[Role, int]
+    handed_out: dict[Role, int]
+    in_use: dict[Role, int]
+    wait_s: float
+
+
+class SymmMemArena:
+    """Symmetric memory of one process group.
+
+    Args:
+        group: the ranks that share the memory. Construction is collective over it.
+        rings: slots by role; :func:`fsdp_symm.plan.make_plan` computes them from a model.
+        backend: ``"host"``: POSIX shared memory for CPU tensors.
+        timeout_s: seconds that any wait for a peer may last.
+
+    Raises:
+        SymmMemConfigError: unknown backend, no ring, or two rings of one role.
+        SymmMemMemoryError: the memory could not be had on some rank (raised on all).
+        SymmMemTimeoutError: a rank did not come.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rings: Sequence[Ring],
+        *,
+        backend: str = "host",
+        timeout_s: float = 60.0,
+    ) -> None:
+        if backend not in SEGMENTS:
+            raise SymmMemConfigError(
+                problem(
+                    "SymmMemArena: unknown backend",
+                    found=repr(backend),
+                    expected=sorted(SEGMENTS),
+                    fix="host",
+                )
+            )
+        if not rings or len({r.role for r in rings}) != len(rings):
+            raise SymmMemConfigError(
+                problem(
+                    "SymmMemArena: the rings do not make an arena",
+                    found=[f"{r.role} x {r.slots}" for r in rings],
+                    expected="one or two rings of different roles",
+                    fix="pass one fsdp_symm.plan.Ring a role",
+                )
+            )
+        self.group = group
+        self.group_name = compat.group_name(group)
+        self.ranks = compat.group_ranks(group)
+        self.backend = backend
+        self._rings: dict[Role, Ring] = {ring.role: ring for ring in rings}
+        self._starts: dict[Role, tuple[int, int]] = {}  # role -> (offset of slot 0, index of slot 0)
+        offset = index = 0
+        for ring in rings:
+            self._starts[ring.role] = (offset, index)
+            offset, index = offset + ring.nbytes, index + ring.slots
+        self._leases: list[Lease | None] = [None] * index
+        self._handed_out: dict[Role, int] = dict.fromkeys(self._rings, 0)
+        self._epochs: dict[Role, int] = dict.fromkeys(self._rings, 0)
+        self._lock = threading.Lock()
+        self._closed = False
+        self.segment = SEGMENTS[backend](group, offset, index, timeout_s)
+
+    def __repr__(self) -> str:
+        rings = ", ".join(f"{r.slots} x {r.slot_bytes} bytes for {r.role}" for r in self._rings.values())
+        return f"SymmMemArena(ranks={list(self.ranks)}, {rings}{', closed' if self._closed else ''})"
+
+    @property
+    def engine(self) -> str:
+        """Who moves the bytes of this arena: ``"host"``."""
+        return self.segment.engine
+
+    @property
+    def nbytes(self) -> int:
+        """Symmetric bytes that this rank holds, control page included."""
+        return self.segment.nbytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    def why_not(self, role: Role, nbytes: int) -> str | None:
+        """Why a buffer cannot come from this arena, or ``None``. The answer is the same on every rank."""
+        if self._closed:
+            return "the arena is closed"
+        ring = self._rings.get(role)
+        if ring is None:
+            return f"the arena has no {role} ring"
+        if nbytes > ring.slot_bytes:
+            return f"{nbytes} bytes were asked for, {ring.slot_bytes} are planned"
+        return None
+
+    def acquire(self, role: Role, nbytes: int, *, owner: str = "") -> torch.Tensor:
+        """The next slot of a ring as ``uint8 [nbytes]``. Waits until peers have read what the slot held before.
+
+        All ranks must call it in the same order. The slot is in use until the last tensor over it is gone.
+
+        Raises:
+            SymmMemError: the buffer does not fit (see :meth:`why_not`).
+            SlotShortageError: the slot's turn has come while it is in use; the same on every rank.
+            SymmMemTimeoutError, SymmMemPeerError: a peer has not read the slot.
+        """
+        if (reason := self.why_not(role, nbytes)) is not None:
+            raise SymmMemError(f"{role} buffer of {owner!r}: {reason}")
+        with self._lock:
+            ring = self._rings[role]
+            sequence = self._handed_out[role]
+            slot = sequence % ring.slots
+            start, first = self._starts[role]
+            self._retire(role, first + slot, owner)
+            offset = start + slot * ring.slot_bytes
+            tensor, alive = self.segment.lease(offset, nbytes)
+            self._leases[first + slot] = Lease(role, slot, first + slot, offset, nbytes, owner, sequence, alive)
+            self._handed_out[role] = sequence + 1
+            return tensor
+
+    def _retire(self, role: Role, index: int, owner: str) -> None:
+        last = self._leases[index]
+        if last is None:
+            return
+        if last.alive() is not None:
+            gc.collect()  # a cycle (a kept traceback) may hold what the program has let go of
+            if last.alive() is not None:
+                message = self._shortage(role, owner)
+                self.segment.fail(message)
+                raise SlotShortageError(message)
+        if last.epoch is not None:
+            call = f"{role} buffer of {owner!r}: slot {last.slot} held the {role} of {last.owner!r}"
+            for peer in range(len(self.ranks)):
+                if peer != self.segment.rank:
+                    self.segment.wait("done", role, last.epoch, peer, call)
+
+    def _shortage(self, role: Role, owner: str) -> str:
+        ring = self._rings[role]
+        _, first = self._starts[role]
+        users = [
+            f"slot {lease.slot}: {lease.owner!r} (call {lease.sequence})"
+            for lease in self._leases[first : first + ring.slots]
+            if lease is not None and lease.alive() is not None
+        ]
+        fix = (
+            "call set_symm_mem_for_comm after set_modules_to_forward_prefetch / set_modules_to_backward_prefetch, or "
+            f"pass slots={ring.slots + 1} or more when modules are unsharded early by hand"
+            if role == "all_gather"
+            else "call set_symm_mem_for_comm after set_reduce_scatter_max_input_buffers"
+        )
+        return problem(
+            f"{role} of {owner!r}: the ring of {ring.slots} slots (ranks {list(self.ranks)}) is too short",
+            found=f"the next slot is still in use; {'; '.join(users)}",
+            expected=f"at least {ring.slots + 1} slots of {ring.slot_bytes} bytes, or buffers released in call order",
+            fix=fix,
+        )
+
+    def lease_of(self, tensor: torch.Tensor) -> Lease | None:
+        """The slot that the tensor starts in, or ``None`` when it lies outside the arena or its slot moved on."""
+        offset = self.segment.offset_of(tensor)
+        if offset is None or not tensor.is_contiguous():
+            return None
+        return next((x for x in self._leases if x is not None and x.offset == offset), None)
+
+    def next_epoch(self, lease: Lease) -> int:
+        """Number the collective that is about to use the slot; numbers grow by one a call and role."""
+        with self._lock:
+            self._epochs[lease.role] += 1
+            lease.epoch = self._epochs[lease.role]
+            return lease.epoch
+
+    def stats(self) -> ArenaStats:
+        """Numbers of this moment; local, cheap."""
+        in_use: dict[Role, int] = dict.fromkeys(self._rings, 0)
+        for lease in self._leases:
+            if lease is not None and lease.alive() is not None:
+                in_use[lease.role] += 1
+        return ArenaStats(
+            nbytes=self.nbytes,
+            slots={role: ring.slots for role, ring in self._rings.items()},
+            handed_out=dict(self._handed_out),
+            in_use=in_use,
+            wait_s=self.segment.wait_s,
+        )
+
+    def abandon(self, reason: str) -> None:
+        """Give the memory back without waiting for anybody, and make peers that still use it fail with ``reason``."""
+        self.segment.fail(reason)
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back. Collective over the group, in the order of creation; a second call does nothing.
+
+        Raises:
+            SymmMemTimeoutError: a living rank did not close in time; this rank's memory is released all the same.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.segment.close()

@@ -1,0 +1,232 @@
+"""What a model's communication will need: every buffer, in FQN order, and a digest that ranks compare.
+
+The plan is made from the model alone, before anything is allocated, so that every rank of a group reaches the same
+answer without talking; :func:`agree` then proves that they did.
+
+Legend: W ranks of a group, K reduce-scatter input buffers (FSDP2's cap), D prefetch depth, G param groups a module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from fsdp_symm import compat
+from fsdp_symm.compat import ParamGroup, Role
+from fsdp_symm.errors import PlanMismatchError, problem
+from fsdp_symm.rendezvous import exchange_many
+
+# Slots start on page boundaries: what mmap needs, and NCCL's window alignment (NCCL_WIN_REQUIRED_ALIGNMENT).
+SLOT_ALIGNMENT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class BufferNeed:
+    """One buffer of one param group.
+
+    Attributes:
+        label: the module (FQN), with ``[index]`` where it has several param groups.
+        role: ``"all_gather"`` (the whole output) or ``"reduce_scatter"`` (the whole input).
+        ranks: global ranks of the process group that communicates.
+        group: name of that process group.
+        nbytes: bytes, padded, after mixed precision and all-gather extensions.
+        dtype: element type FSDP2 will ask for, for the digest.
+    """
+
+    label: str
+    role: Role
+    ranks: tuple[int, ...]
+    group: str
+    nbytes: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Slots of one role in one process group's arena; every slot holds the role's largest buffer.
+
+    Slots are handed out in call order and must be free again when their turn comes round. For a ring that takes any
+    order of modules, ``slots`` buffers of the largest size are both sufficient and, in the worst order, necessary.
+    """
+
+    role: Role
+    slots: int
+    slot_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.slot_bytes
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """All that one process group needs."""
+
+    group: dist.ProcessGroup = field(compare=False, repr=False)
+    needs: tuple[BufferNeed, ...]
+    rings: tuple[Ring, ...]
+
+    @property
+    def name(self) -> str:
+        return compat.group_name(self.group)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return compat.group_ranks(self.group)
+
+    @property
+    def nbytes(self) -> int:
+        """Symmetric bytes of this rank in this group, without the provider's control page."""
+        return sum(ring.nbytes for ring in self.rings)
+
+    def lines(self, options: str) -> list[str]:
+        """The plan as text, one fact a line: what the digest covers and what a mismatch quotes."""
+        return [
+            f"options {options}",
+            *(f"ring {r.role} {r.slots} slots of {r.slot_bytes} bytes" for r in self.rings),
+            *(f"{n.role} {n.label} {n.nbytes} bytes {n.dtype}" for n in self.needs),
+        ]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A param group that takes part with one role, and the process groups its calls may use."""
+
+    group: ParamGroup
+    role: Role
+    process_groups: tuple[dist.ProcessGroup, ...]
+    nbytes: int
+    dtype: str
+
+
+def role_groups(group: ParamGroup, role: Role) -> tuple[dist.ProcessGroup, ...]:
+    """Process groups that a role may be called with: the shard group, and for an integer ``reshard_after_forward``
+    also the post-forward group; a separate reduce-scatter group replaces the shard group."""
+    if role == "reduce_scatter":
+        return (compat.reduce_scatter_group(group),)
+    post = compat.post_forward_group(group)
+    return (compat.shard_group(group),) if post is None else (compat.shard_group(group), post)
+
+
+def member(group: ParamGroup, role: Role) -> Member:
+    """Size one role of one param group.
+
+    Raises:
+        compat.UnsizedExtensionError: an all-gather extension could not be asked for its sizes.
+    """
+    size = compat.all_gather_bytes if role == "all_gather" else compat.reduce_scatter_bytes
+    nbytes, dtype = size(group)
+    return Member(group, role, role_groups(group, role), nbytes, dtype)
+
+
+def slots_needed(role: Role, *, prefetch_depth: int, input_buffers: int, groups_per_module: int) -> int:
+    """How many buffers of a role FSDP2 keeps alive at once (read in torch 2.13-2.15, ``_fsdp_param_group.py``).
+
+    All-gather: the output just copied out is parked until the next copy-out (1), and every prefetched module holds
+    one output per param group (D x G). Reduce-scatter: K inputs are kept, and only a module's last param group
+    reclaims (K - 1 + G).
+    """
+    if role == "all_gather":
+        return 1 + prefetch_depth * groups_per_module
+    return input_buffers - 1 + groups_per_module
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+
+
+def make_plan(
+    members: Iterable[Member], *, prefetch_depth: int, input_buffers: int, slots: int | None = None
+) -> tuple[GroupPlan, ...]:
+    """Arrange members into one plan per process group, groups in order of their first member.
+
+    Args:
+        members: what takes part, in FQN order.
+        prefetch_depth: D, at least 1.
+        input_buffers: K, at least 1.
+        slots: lower bound on the all-gather slots of every ring, for programs that unshard early by hand.
+    """
+    order: list[dist.ProcessGroup] = []
+    by_group: dict[str, list[Member]] = {}
+    for item in members:
+        for process_group in item.process_groups:
+            name = compat.group_name(process_group)
+            if name not in by_group:
+                by_group[name] = []
+                order.append(process_group)
+            by_group[name].append(item)
+    plans = []
+    for process_group in order:
+        name, ranks = compat.group_name(process_group), compat.group_ranks(process_group)
+        items = by_group[name]
+        needs = tuple(BufferNeed(m.group.label, m.role, ranks, name, m.nbytes, m.dtype) for m in items)
+        rings = tuple(
+            _ring(role, [m for m in items if m.role == role], prefetch_depth, input_buffers, slots)
+            for role in compat.ROLES
+            if any(m.role == role for m in items)
+        )
+        plans.append(GroupPlan(process_group, needs, rings))
+    return tuple(plans)
+
+
+def _ring(role: Role, items: list[Member], depth: int, buffers: int, slots: int | None) -> Ring:
+    count = slots_needed(
+        role,
+        prefetch_depth=depth,
+        input_buffers=buffers,
+        groups_per_module=max(m.group.siblings for m in items),
+    )
+    if role == "all_gather" and slots is not None:
+        count = max(count, slots)
+    return Ring(role, count, _align(max(m.nbytes for m in items)))
+
+
+def digest(lines: list[str]) -> str:
+    """SHA-256 over the plan's lines."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def agree(plans: tuple[GroupPlan, ...], *, options: str, timeout_s: float) -> None:
+    """Prove that every rank of every group made the same plan. Collective over all the plans' groups.
+
+    Raises:
+        SymmMemTimeoutError: a rank did not call the switch.
+        PlanMismatchError: names the ranks and the first line that differs.
+    """
+    what = "set_symm_mem_for_comm: comparing the communication plan"
+    fix = "call set_symm_mem_for_comm on every rank, with models built by the same code"
+    texts = [plan.lines(options) for plan in plans]
+    digests = exchange_many(
+        [(p.group, digest(t).encode()) for p, t in zip(plans, texts, strict=True)],
+        what=what,
+        timeout_s=timeout_s,
+        fix=fix,
+    )
+    # Every member of a group sees the same digests, so all of them take this second exchange or none does.
+    differing = [(p, t) for p, t, found in zip(plans, texts, digests, strict=True) if len(set(found)) > 1]
+    if not differing:
+        return
+    full = exchange_many(
+        [(p.group, "\n".join(t).encode()) for p, t in differing], what=what, timeout_s=timeout_s, fix=fix
+    )
+    raise PlanMismatchError(_first_difference(differing[0][0], [f.decode().split("\n") for f in full[0]]))
+
+
+def _first_difference(plan: GroupPlan, texts: list[list[str]]) -> str:
+    ranks = plan.ranks
+    other = next(i for i, text in enumerate(texts) if text != texts[0])
+    left, right = texts[0], texts[other]
+    at = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), None)
+    if at is None:
+        at = min(len(left), len(right))
+    line = [text[at] if at < len(text) else "(nothing more)" for text in (left, right)]
+    return problem(
+        f"set_symm_mem_for_comm: the ranks of group {list(ranks)} planned different communication",
+        found=f"rank {ranks[0]}: {line[0]!r}; rank {ranks[other]}: {line[1]!r}",
+        expected="the same modules, sizes, dtypes and options on every rank",
+        fix="build the model, its fully_shard calls and the switch's arguments alike on all ranks",
+    )

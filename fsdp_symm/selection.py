@@ -1,0 +1,201 @@
+"""Which param groups take part, and why the others do not: local decisions, the same on every rank.
+
+Nothing is changed here; :mod:`fsdp_symm.fsdp` installs what was selected.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from fsdp_symm import compat
+from fsdp_symm.compat import ParamGroup, Role
+from fsdp_symm.errors import SymmMemConfigError, problem
+from fsdp_symm.memory.mixin import SymmMemAllocMixin
+from fsdp_symm.plan import Member, member, role_groups
+
+Backend = Literal["auto", "host"]
+# device type -> the backend that "auto" means there
+PROVIDERS = {"cpu": "host"}
+ModuleFilter = str | Callable[[str, nn.Module], bool] | None
+
+
+@dataclass(frozen=True)
+class SwitchOptions:
+    """The arguments of :func:`fsdp_symm.set_symm_mem_for_comm`, checked.
+
+    Raises:
+        SymmMemConfigError: a value that no model could be served with.
+    """
+
+    backend: str = "auto"
+    all_gather: bool = True
+    reduce_scatter: bool = True
+    modules: ModuleFilter = None
+    min_bytes: int = 0
+    strict: bool = False
+    slots: int | None = None
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        backends = ["auto", *sorted(set(PROVIDERS.values()))]
+        self._require("backend", self.backend in backends, f"one of {backends}")
+        for name in ("all_gather", "reduce_scatter", "strict"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+        self._require("all_gather", self.all_gather or self.reduce_scatter, "all_gather or reduce_scatter to be True")
+        self._require(
+            "modules",
+            self.modules is None or isinstance(self.modules, str) or callable(self.modules),
+            "None, an FQN pattern such as 'layers.*', or a callable (fqn, module) -> bool",
+        )
+        self._require("min_bytes", _is_int(self.min_bytes) and self.min_bytes >= 0, "an integer >= 0, in bytes")
+        self._require(
+            "slots",
+            self.slots is None or (_is_int(self.slots) and self.slots >= 1),
+            "None or an integer >= 1",
+        )
+        number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
+        self._require("timeout_s", number and 0 < self.timeout_s < math.inf, "seconds, finite and > 0")
+
+    def _require(self, name: str, good: bool, expected: str) -> None:
+        if not good:
+            raise SymmMemConfigError(
+                problem(
+                    f"set_symm_mem_for_comm: bad argument {name}",
+                    found=repr(getattr(self, name)),
+                    expected=expected,
+                    fix=f"pass a valid {name}",
+                )
+            )
+
+    def digest_text(self) -> str:
+        """What every rank must have asked for alike; a callable filter shows in the plan's modules instead."""
+        pattern = self.modules if isinstance(self.modules, str) else None
+        return (
+            f"backend={self.backend} all_gather={self.all_gather} reduce_scatter={self.reduce_scatter} "
+            f"modules={pattern} min_bytes={self.min_bytes} slots={self.slots}"
+        )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A role of a param group that stays as it is.
+
+    Attributes:
+        downgrade: True if the user asked for it and it cannot be had: a warning, or an error under ``strict``.
+    """
+
+    group: ParamGroup
+    role: Role
+    reason: str
+    downgrade: bool = False
+    moves: bool = True
+
+    @property
+    def engine(self) -> str:
+        """``"plain"``, or ``"none"`` where no bytes move at all."""
+        return "plain" if self.moves else "none"
+
+
+def select(model: nn.Module, options: SwitchOptions) -> tuple[list[Member], list[Skip]]:
+    """Sort every param group's roles into members and skips, in FQN order.
+
+    Raises:
+        SymmMemConfigError: the model has no FSDP module, the filter matches nothing, or a process group is gone.
+    """
+    if not compat.has_fsdp_modules(model):
+        raise SymmMemConfigError(
+            problem(
+                "set_symm_mem_for_comm: the model has no FSDP2 module",
+                found=f"a {type(model).__name__} without fully_shard",
+                expected="a model that went through torch.distributed.fsdp.fully_shard",
+                fix="call fully_shard(...) on the model's blocks and on the model first",
+            )
+        )
+    groups = compat.param_groups(model)
+    chosen = _apply_filter(groups, options.modules)
+    members: list[Member] = []
+    skips: list[Skip] = []
+    for group in groups:
+        for role in compat.ROLES:
+            decision = _decide(group, role, options, group in chosen)
+            (members if isinstance(decision, Member) else skips).append(decision)  # type: ignore[arg-type]
+    return members, skips
+
+
+def _apply_filter(groups: list[ParamGroup], wanted: ModuleFilter) -> list[ParamGroup]:
+    if wanted is None:
+        return groups
+    if callable(wanted):
+        chosen = [g for g in groups if any(wanted(n, m) for n, m in zip(g.fqn.split(","), g.modules, strict=True))]
+    else:
+        chosen = [g for g in groups if any(fnmatch.fnmatchcase(n, wanted) for n in g.fqn.split(","))]
+    if groups and not chosen:
+        names = [g.fqn for g in groups]
+        shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+        raise SymmMemConfigError(
+            problem(
+                "set_symm_mem_for_comm: modules matches no FSDP module",
+                found=repr(wanted),
+                expected=f"a pattern or callable that accepts some of: {shown}",
+                fix="use shell wildcards on FQNs, for example modules='layers.*'",
+            )
+        )
+    return chosen
+
+
+def _decide(group: ParamGroup, role: Role, options: SwitchOptions, chosen: bool) -> Member | Skip:
+    if group.kind == "replicate":
+        return Skip(group, role, "replicated, not sharded", moves=False)
+    _require_alive(group, role)
+    if compat.shard_group(group).size() == 1:
+        return Skip(group, role, "one rank: nothing moves", moves=False)
+    if not getattr(options, role):
+        return Skip(group, role, f"{role}=False")
+    if not chosen:
+        return Skip(group, role, "not selected by modules")
+    comm = compat.get_comm(group, role)
+    if isinstance(comm, SymmMemAllocMixin):
+        return Skip(group, role, "already on symmetric memory (an earlier handle or a custom comm)")
+    if (reason := compat.occupied_by(group, role) or _unserved_device(group, options)) is not None:
+        return Skip(group, role, reason, downgrade=True)
+    try:
+        sized = member(group, role)
+    except compat.UnsizedExtensionError as error:
+        return Skip(group, role, f"the all-gather extension could not be sized ({error})", downgrade=True)
+    if sized.nbytes == 0:
+        return Skip(group, role, "no trainable parameters" if role == "reduce_scatter" else "no bytes", moves=False)
+    if sized.nbytes < options.min_bytes:
+        return Skip(group, role, f"{sized.nbytes} bytes < min_bytes={options.min_bytes}")
+    return sized
+
+
+def _unserved_device(group: ParamGroup, options: SwitchOptions) -> str | None:
+    provider = PROVIDERS.get(group.device.type)
+    if options.backend == "auto":
+        return None if provider else f"no symmetric memory for {group.device.type} tensors in this version"
+    if provider != options.backend:
+        return f"backend {options.backend!r} does not serve {group.device.type} tensors"
+    return None
+
+
+def _require_alive(group: ParamGroup, role: Role) -> None:
+    gone = [g for g in role_groups(group, role) if not compat.group_is_alive(g)]
+    if gone:
+        raise SymmMemConfigError(
+            problem(
+                f"set_symm_mem_for_comm: a process group of {group.label!r} was destroyed",
+                found="a model sharded over groups of an earlier init_process_group",
+                expected="a model sharded over living groups",
+                fix="build the device mesh and call fully_shard again after init_process_group",
+            )
+        )
