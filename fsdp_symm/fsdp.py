@@ -32,7 +32,7 @@ _COMMS: dict[Role, type[SymmMemAllGather] | type[SymmMemReduceScatter]] = {
     "all_gather": SymmMemAllGather,
     "reduce_scatter": SymmMemReduceScatter,
 }
-_WHY = {"host": "CPU ranks of one host: shared memory"}
+_WHY = {"host": "shared memory, one host"}
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,22 @@
 """Small exchanges between the ranks of a group over the CPU store, always with a timeout that names who is missing.
 
 Used only at the switch and while memory is set up, never on the training path.
+
+Every rank counts its exchanges with a set of ranks in the store itself, so a store that outlives a process group
+(torchrun's agent keeps one) never shows an old answer, and a new store starts at zero for everybody. A rank that gives
+up withdraws its payload and its count: the next attempt meets again.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import defaultdict
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from fsdp_symm import compat
-from fsdp_symm.errors import SymmMemTimeoutError, problem
-
-# Keys are never reused: the counter belongs to the set of ranks and outlives a rebuilt process group, whose store
-# may be the old one (torchrun's agent keeps it).
-_rounds: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
+from fsdp_symm.errors import SymmMemPeerError, SymmMemTimeoutError, problem
 
 
 def exchange(group: dist.ProcessGroup, payload: bytes, *, what: str, timeout_s: float, fix: str) -> list[bytes]:
@@ -32,6 +31,7 @@ def exchange(group: dist.ProcessGroup, payload: bytes, *, what: str, timeout_s: 
 
     Raises:
         SymmMemTimeoutError: names the ranks that did not arrive.
+        SymmMemPeerError: the store itself is gone.
     """
     return exchange_many([(group, payload)], what=what, timeout_s=timeout_s, fix=fix)[0]
 
@@ -42,42 +42,67 @@ def exchange_many(
     """:func:`exchange` over several groups at once: all payloads are published before any is awaited, so that the
     order in which different ranks list their groups cannot deadlock."""
     store = compat.default_store()
-    prefixes = []
-    for group, payload in items:
-        ranks = compat.group_ranks(group)
-        prefix = f"fsdp_symm/{'-'.join(map(str, ranks))}/{next(_rounds[ranks])}"
-        store.set(f"{prefix}/{dist.get_rank()}", payload)  # type: ignore[arg-type]  # the stub says str; bytes work
-        prefixes.append((prefix, ranks))
+    seats = [_Seat.take(store, group, payload) for group, payload in items]
     deadline = time.monotonic() + timeout_s
-    return [_collect(store, prefix, ranks, what, timeout_s, deadline, fix) for prefix, ranks in prefixes]
-
-
-def _collect(
-    store: compat.Store,
-    prefix: str,
-    ranks: tuple[int, ...],
-    what: str,
-    timeout_s: float,
-    deadline: float,
-    fix: str,
-) -> list[bytes]:
-    answers: dict[int, bytes] = {}
-    for rank in ranks:
-        key = f"{prefix}/{rank}"
-        left_s = max(deadline - time.monotonic(), 0.001)
-        try:
-            store.wait([key], timedelta(seconds=left_s))
-        except RuntimeError:  # DistStoreError; the loop goes on so that every missing rank is named
-            continue
-        answers[rank] = store.get(key)
-    missing = [r for r in ranks if r not in answers]
-    if missing:
-        raise SymmMemTimeoutError(
-            problem(
-                f"{what}: ranks {missing} of group {list(ranks)} did not arrive within {timeout_s:g} s",
-                found=f"ranks {sorted(answers)}",
-                expected=f"ranks {list(ranks)}",
-                fix=fix,
+    answers = [seat.collect(store, deadline) for seat in seats]
+    for seat, found in zip(seats, answers, strict=True):
+        missing = [r for r in seat.ranks if r not in found]
+        if missing:
+            for taken in seats:
+                taken.leave(store)
+            raise SymmMemTimeoutError(
+                problem(
+                    f"{what}: ranks {missing} of group {list(seat.ranks)} did not arrive within {timeout_s:g} s",
+                    found=f"ranks {sorted(found)}",
+                    expected=f"ranks {list(seat.ranks)}",
+                    fix=fix,
+                )
             )
-        )
-    return [answers[r] for r in ranks]
+    return [[found[r] for r in seat.ranks] for seat, found in zip(seats, answers, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """This rank's place in one exchange."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    round: int
+
+    @staticmethod
+    def take(store: compat.Store, group: dist.ProcessGroup, payload: bytes) -> _Seat:
+        ranks, rank = compat.group_ranks(group), dist.get_rank()
+        seat = _Seat(ranks, rank, store.add(f"{_name(ranks)}/rounds/{rank}", 1))
+        store.set(seat.key(rank), payload)  # type: ignore[arg-type]  # the stub says str; bytes work
+        return seat
+
+    def key(self, rank: int) -> str:
+        return f"{_name(self.ranks)}/{self.round}/{rank}"
+
+    def collect(self, store: compat.Store, deadline: float) -> dict[int, bytes]:
+        """Payloads of the ranks that came before the deadline."""
+        found: dict[int, bytes] = {}
+        for rank in self.ranks:
+            left_s = max(deadline - time.monotonic(), 0.001)
+            try:
+                store.wait([self.key(rank)], timedelta(seconds=left_s))
+                found[rank] = store.get(self.key(rank))
+            except RuntimeError as error:  # FileStore raises no finer class for a timeout
+                if time.monotonic() < deadline:
+                    raise SymmMemPeerError(
+                        problem(
+                            f"the store of the process group failed while ranks {list(self.ranks)} met",
+                            found=str(error).splitlines()[0],
+                            expected="a store that answers",
+                            fix="look for the first error of the rank or agent that hosts it",
+                        )
+                    ) from error
+        return found
+
+    def leave(self, store: compat.Store) -> None:
+        store.delete_key(self.key(self.rank))
+        store.add(f"{_name(self.ranks)}/rounds/{self.rank}", -1)
+
+
+def _name(ranks: tuple[int, ...]) -> str:
+    return f"fsdp_symm/{'-'.join(map(str, ranks))}"

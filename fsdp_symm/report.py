@@ -103,9 +103,16 @@ def _modules_text(modules: tuple[str, ...]) -> str:
 
 def render(rows: Sequence[ReportRow]) -> str:
     """The rows as a plain-text table, as wide as the terminal, 100 columns where there is none."""
-    table = Table(box=box.SIMPLE_HEAD, title="symmetric memory for FSDP2", title_justify="left", pad_edge=False)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title="symmetric memory for FSDP2",
+        title_justify="left",
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for name in ("group", "ranks", "role", "modules", "slots", "bytes", "engine", "reason"):
-        table.add_column(name, justify="right" if name in ("slots", "bytes") else "left", overflow="fold")
+        numeric, wrapping = name in ("slots", "bytes"), name in ("modules", "reason")
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold", no_wrap=not wrapping)
     for row in rows:
         table.add_row(
             row.group or "-",

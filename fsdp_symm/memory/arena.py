@@ -168,6 +168,7 @@ class SymmMemArena:
         """
         if (reason := self.why_not(role, nbytes)) is not None:
             raise SymmMemError(f"{role} buffer of {owner!r}: {reason}")
+        self.segment.check_health(f"{role} buffer of {owner!r}")
         with self._lock:
             ring = self._rings[role]
             sequence = self._handed_out[role]

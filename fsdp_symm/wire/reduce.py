@@ -50,7 +50,7 @@ def _scaling(op: Any, world_size: int) -> Callable[[torch.Tensor], object] | Non
     if kind == _Op.AVG:
         return lambda total: total.div_(world_size)
     factor = compat.premul_factor(op)
-    return None if factor is None else lambda total: total.mul_(factor)
+    return None if factor in (None, 1.0) else lambda total: total.mul_(factor)
 
 
 def reduce_chunks(output: torch.Tensor, chunks: Sequence[torch.Tensor], op: Any) -> None:
@@ -68,7 +68,8 @@ def reduce_chunks(output: torch.Tensor, chunks: Sequence[torch.Tensor], op: Any)
     dtype = accumulation_dtype(output.dtype)
     kind = op.op if hasattr(op, "op") else op
     scale = _scaling(op, len(chunks))
-    direct = dtype == output.dtype
+    # The sum of two is rounded once either way, so a scratch for it would only cost time.
+    direct = dtype == output.dtype or (len(chunks) == 2 and scale is None and kind not in (_Op.MAX, _Op.MIN))
     numel = output.numel()
     scratch = None if direct else torch.empty(min(BLOCK_NUMEL, numel), dtype=dtype)
     for start in range(0, numel, BLOCK_NUMEL):

@@ -1,0 +1,89 @@
+"""Tables in the README, generated from the committed CSVs between two marker comments; never written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from fsdp_symm.bench import schema
+from fsdp_symm.bench.schema import Row
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes // 2**20} MiB" if nbytes >= 2**20 else f"{nbytes // 2**10} KiB"
+
+
+def _time(row: Row) -> str:
+    return f"{row.median_us / 1000:.2f} ms ({row.min_us / 1000:.2f}-{row.max_us / 1000:.2f})"
+
+
+def host_table(rows: Sequence[Row]) -> str:
+    """Markdown: the host backend beside gloo, one line a collective, dtype and size; the ratio is of the medians."""
+    by_key = {(r.name, r.dtype, r.bytes, r.variant): r for r in rows}
+    lines = [
+        "| collective | dtype | bytes a rank | gloo, median (min-max) | host, median (min-max) | gloo / host |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, dtype, nbytes in dict.fromkeys((r.name, r.dtype, r.bytes) for r in rows):
+        gloo, host = by_key[name, dtype, nbytes, "gloo"], by_key[name, dtype, nbytes, "host"]
+        ratio = gloo.median_us / host.median_us
+        lines.append(f"| {name} | {dtype} | {_size(nbytes)} | {_time(gloo)} | {_time(host)} | {ratio:.1f}x |")
+    first = rows[0]
+    lines.append("")
+    lines.append(f"{first.ranks} ranks on {first.hardware}; {first.versions}; `{first.command}`.")
+    return "\n".join(lines)
+
+
+# marker -> (CSV below the repository, how it becomes a table)
+TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
+    "host_vs_gloo": ("profiles/host_vs_gloo.csv", host_table),
+}
+
+
+def _replace(text: str, marker: str, table: str) -> str | None:
+    begin, end = f"<!-- table:{marker} -->", f"<!-- /table:{marker} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        return None
+    head, rest = text.split(begin)
+    _, tail = rest.split(end)
+    return f"{head}{begin}\n{table}\n{end}{tail}"
+
+
+def renew(root: Path, *, check: bool) -> int:
+    """Put every table into ``README.md``.
+
+    Args:
+        root: the repository.
+        check: change nothing; report tables that differ from their CSV.
+
+    Returns:
+        0, 1 if ``check`` found a difference, 2 for a missing CSV or marker.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    readme = root / "README.md"
+    if not readme.is_file():
+        console.print(f"fsdp-symm bench tables: found no {readme}, expected the repository, fix: --root FOLDER")
+        return 2
+    old = new = readme.read_text()
+    for marker, (csv_path, make) in TABLES.items():
+        path = root / csv_path
+        if not path.is_file():
+            console.print(f"fsdp-symm bench tables: found no {path}, expected a CSV, fix: run the benchmark first")
+            return 2
+        replaced = _replace(new, marker, make(schema.read(path)))
+        if replaced is None:
+            console.print(
+                f"fsdp-symm bench tables: found no single pair of markers for {marker!r} in {readme}, expected "
+                f"<!-- table:{marker} --> and <!-- /table:{marker} -->, fix: put them where the table belongs"
+            )
+            return 2
+        new = replaced
+    if new == old:
+        return 0
+    if check:
+        console.print("fsdp-symm bench tables: found a README that differs from its CSVs, fix: fsdp-symm bench tables")
+        return 1
+    readme.write_text(new)
+    return 0

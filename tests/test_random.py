@@ -1,0 +1,115 @@
+"""Random programs: models with random options, random things done between and inside steps, compared with plain FSDP2.
+
+300 steps in all; the seed is printed and can be given as FSDP_SYMM_SEED.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_symm import set_symm_mem_for_comm
+from tests.harness import Ranks
+from tests.models import Options, batch, build, grads, poison
+
+SEED = int(os.environ.get("FSDP_SYMM_SEED", random.SystemRandom().randrange(10**6)))
+MODELS, STEPS = 10, 30
+
+
+def _random_options(rng: random.Random) -> Options:
+    mixed = rng.choice([(None, None), ("bfloat16", "float32"), ("bfloat16", "bfloat16"), (None, "float16")])
+    return Options(
+        blocks=rng.randint(1, 5),
+        hidden=rng.choice([1, 7, 16, 20, 33]),
+        param_dtype=mixed[0],
+        reduce_dtype=mixed[1],
+        shard_dim=rng.choice([0, 0, 1]),
+        reshard=rng.choice([None, True, False]),
+        cpu_offload=rng.random() < 0.2,
+        frozen=rng.random() < 0.2,
+        unused=rng.random() < 0.3,
+        reduce_unused=rng.random() < 0.3,
+        prefetch=rng.choice([0, 0, 1, 2]),
+        input_buffers=rng.choice([1, 1, 2, 3]),
+        separate_group=rng.random() < 0.2,
+        checkpointing=rng.random() < 0.3,
+        shared_block=rng.random() < 0.2,
+        parameterless_root=rng.random() < 0.2,
+        switch={"slots": 8},
+    )
+
+
+def _random_step(model: Any, optimizer: torch.optim.Optimizer, step: int, rng: random.Random) -> list[float]:
+    """One step of random shape; ``rng`` decides the program, so both models and all ranks do the same."""
+    losses = []
+    if rng.random() < 0.2:
+        with torch.no_grad():
+            losses.append(model(batch(step, 9)).float().sum().item())
+    micros = rng.randint(1, 3)
+    sync_last_only = rng.random() < 0.5
+    for micro in range(micros):
+        model.set_requires_gradient_sync(micro == micros - 1 or not sync_last_only)
+        if rng.random() < 0.3:
+            early = rng.sample(list(model.blocks), rng.randint(1, min(2, len(model.blocks))))
+            for handle in [block.unshard(async_op=rng.random() < 0.5) for block in early]:
+                if handle is not None:
+                    handle.wait()
+        loss = model(batch(step, micro)).float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    if rng.random() < 0.2:
+        for block in model.blocks:
+            block.set_reshard_after_forward(rng.random() < 0.5)
+    if rng.random() < 0.2:
+        model.reshard()
+    optimizer.step()
+    return losses
+
+
+def _program(seed: int) -> dict[str, int]:
+    rng = random.Random(seed)
+    options = _random_options(rng)
+    plain, model = build(options), build(options)
+    handle = set_symm_mem_for_comm(model, strict=True, timeout_s=60, **options.switch)
+    poison(handle.arenas)
+    start_bytes = handle.stats().arena_bytes
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 0.01) for m in (plain, model)]
+    own = random.Random(seed + dist.get_rank())
+    calls = 0
+    for step in range(STEPS):
+        step_seed = rng.randrange(10**9)
+        expected = _random_step(plain, optimizers[0], step, random.Random(step_seed))
+        if own.random() < 0.3:
+            gc.collect()  # on this rank alone
+        found = _random_step(model, optimizers[1], step, random.Random(step_seed))
+        where = f"seed {seed}, step {step}, {options}"
+        assert found == expected or str(found) == str(expected), f"{where}: {found} != {expected}"
+        for index, (a, b) in enumerate(zip(grads(model), grads(plain), strict=True)):
+            assert (a is None and b is None) or torch.equal(a, b), f"{where}: gradient {index}"
+        assert handle.stats().arena_bytes == start_bytes, where
+        set_to_none = rng.random() < 0.5
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        if rng.random() < 0.05:  # off for a while, with the memory still held
+            handle.disable()
+            calls += sum(handle.stats().calls["all_gather"].values())
+            handle.close()
+            handle = set_symm_mem_for_comm(model, strict=True, timeout_s=60, **options.switch)
+            assert handle.stats().arena_bytes == start_bytes, where
+    calls += sum(handle.stats().calls["all_gather"].values())
+    assert set(handle.stats().calls["all_gather"]) <= {"host"}
+    handle.close()
+    return {"all_gathers": calls}
+
+
+@pytest.mark.parametrize("index", range(MODELS))
+def test_random_programs_equal_plain_fsdp2(ranks2: Ranks, index: int) -> None:
+    print(f"FSDP_SYMM_SEED={SEED} (model {index}, seed {SEED + index})")
+    for answer in ranks2.run(_program, SEED + index):
+        assert answer["all_gathers"] > STEPS // 2
