@@ -1,0 +1,109 @@
+"""The TOML sections that are ours: frozen, documented, range-checked. torchtitan's own sections are its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fsdp_symm.titan.overlay import FieldError, describe
+
+
+def _doc(default: Any, text: str) -> Any:
+    """A field with a default and the line that ``--help`` prints for it."""
+    return field(default=default, metadata={"doc": text})
+
+
+def _at_least(section: Any, name: str, least: int) -> None:
+    value = getattr(section, name)
+    if value < least:
+        raise FieldError(name, f"found {value}; allowed: {least} or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSection:
+    """Which torchtitan model, and from which function of its config registry."""
+
+    module: str = _doc("", "torchtitan model, e.g. 'llama3', 'deepseek_v3', or an importable module of yours")
+    config: str = _doc("", "function of that model's config_registry, e.g. 'llama3_debugmodel'")
+    attention: Literal["auto", "sdpa", "default"] = _doc(
+        "auto", "'default': what the model asks for; 'sdpa': causal SDPA without document masks; 'auto': sdpa on CPU"
+    )
+
+    def __post_init__(self) -> None:
+        for name, example in (("module", "llama3"), ("config", "llama3_debugmodel")):
+            if not getattr(self, name):
+                raise FieldError(name, f"found nothing; allowed: a name such as {example!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FsdpSymmSection:
+    """The switch: FSDP2's communication buffers in symmetric memory (``fsdp_symm.set_symm_mem_for_comm``)."""
+
+    enable: bool = _doc(True, "put FSDP2's communication in symmetric memory; false trains on the plain path")
+    backend: Literal["auto", "host", "nccl", "cuda"] = _doc("auto", "where symmetric bytes come from")
+    all_gather: bool = _doc(True, "switch the all-gathers")
+    reduce_scatter: bool = _doc(True, "switch the reduce-scatters")
+    zero_cta: bool = _doc(False, "NCCL only: create the communicators with the zero-CTA policy (copy engines)")
+    min_bytes: int = _doc(0, "leave parameter groups with smaller buffers than this (bytes) on the plain path")
+    strict: bool = _doc(False, "fail where the switch would otherwise warn and stay on the plain path")
+    slots: int = _doc(0, "buffers per role that may live at once; 0 takes the number from the plan")
+    timeout_s: float = _doc(60.0, "longest wait for a peer (seconds)")
+
+    def __post_init__(self) -> None:
+        _at_least(self, "min_bytes", 0)
+        _at_least(self, "slots", 0)
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise FieldError("timeout_s", f"found {self.timeout_s}; allowed: a finite number of seconds above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertParallelSection:
+    """How mixture-of-experts tokens travel between ranks."""
+
+    implementation: Literal["all_to_all"] = _doc("all_to_all", "torchtitan's own AllToAll token dispatcher")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceSection:
+    """A chrome trace of a few steps, one file a rank."""
+
+    enable: bool = _doc(False, "record traces")
+    dir: str = _doc("traces", "folder for the files, below dump_folder unless absolute")
+    start_step: int = _doc(10, "first recorded training step (the first step of a run is 1)")
+    steps: int = _doc(1, "how many steps to record into one file")
+    ranks: tuple[int, ...] = _doc((), "ranks that record; empty: every rank")
+
+    def __post_init__(self) -> None:
+        _at_least(self, "start_step", 1)
+        _at_least(self, "steps", 1)
+        for rank in self.ranks:
+            if rank < 0:
+                raise FieldError("ranks", f"found {rank}; allowed: rank numbers of 0 or more")
+        if not self.dir:
+            raise FieldError("dir", "found ''; allowed: a folder name")
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelSection,
+    "fsdp_symm": FsdpSymmSection,
+    "expert_parallel": ExpertParallelSection,
+    "trace": TraceSection,
+}
+
+
+def help_text() -> str:
+    """Our sections with their keys, types, defaults and meanings, for ``--help``."""
+    lines = ["sections of fsdp_symm (every other section is torchtitan's own; --check prints all keys):", ""]
+    for name, section in SECTIONS.items():
+        lines.append(f"[{name}]  {(section.__doc__ or '').splitlines()[0]}")
+        hints = typing.get_type_hints(section)
+        for f in dataclasses.fields(section):
+            default = list(f.default) if isinstance(f.default, tuple) else f.default
+            shown = str(default).lower() if isinstance(default, bool) else repr(default)
+            lines.append(f"  {f.name} = {shown}  ({describe(hints[f.name])})")
+            lines.append(f"      {f.metadata['doc']}")
+        lines.append("")
+    return "\n".join(lines)

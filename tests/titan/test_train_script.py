@@ -1,0 +1,185 @@
+"""``train.py`` as a user starts it: real ``torchrun`` processes, what they print, write and return."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+REPO = Path(__file__).parents[2]
+STEPS = 10
+# Small steps, and float32 so that every printed digit can be compared.
+FAST = (
+    *("--training.steps", str(STEPS), "--training.seq_len", "64", "--training.local_batch_size", "1"),
+    *("--training.mixed_precision_param", "float32", "--trace.start_step", "4"),
+)
+LOSS_LINE = re.compile(r"step: *(\d+) +loss: +(\S+) +grad_norm: +(\S+)")
+
+
+@dataclass(frozen=True)
+class Run:
+    status: int
+    stdout: str
+    stderr: str
+    folder: Path
+
+    @property
+    def losses(self) -> list[tuple[str, ...]]:
+        """(step, loss, grad_norm) as printed."""
+        return [found.groups() for found in LOSS_LINE.finditer(self.stdout)]
+
+
+def start(*words: str, folder: Path, ranks: int = 2, timeout_s: float = 120) -> Run:
+    """Run train.py under torchrun (``ranks=0``: plain python)."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOG_RANK")}
+    done = subprocess.run(
+        [sys.executable, *torchrun, "train.py", *words],
+        cwd=REPO,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    return Run(done.returncode, done.stdout, done.stderr, folder)
+
+
+class Runs:
+    """Each (model, switch) is trained once and looked at by several tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._done: dict[tuple[str, bool], Run] = {}
+
+    def get(self, model: str, switch: bool) -> Run:
+        key = (model, switch)
+        if key not in self._done:
+            folder = self._folder / f"{model}_{switch}"
+            words = ["--config", f"configs/debug_{model}_cpu.toml", "--dump_folder", str(folder), *FAST]
+            self._done[key] = start(*words, "--fsdp_symm.enable", str(switch).lower(), folder=folder)
+        return self._done[key]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("train"))
+
+
+def scalar_series(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    (events,) = (folder / "tb").rglob("events.out.tfevents.*")
+    accumulator = EventAccumulator(str(events.parent))
+    accumulator.Reload()
+    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+def trace(folder: Path, rank: int) -> dict[str, Any]:
+    with gzip.open(folder / "traces" / f"rank{rank}_step4.json.gz", "rt") as file:
+        return json.load(file)
+
+
+@pytest.mark.parametrize("switch", [False, True])
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_it_trains_and_leaves_losses_events_and_a_trace_a_rank(runs: Runs, model: str, switch: bool) -> None:
+    run = runs.get(model, switch)
+    assert run.status == 0, run.stderr[-3000:]
+    assert [int(step) for step, *_ in run.losses] == list(range(1, STEPS + 1))
+    assert float(run.losses[-1][1]) < float(run.losses[0][1]) - 1
+
+    series = scalar_series(run.folder)
+    assert [step for step, _ in series["loss_metrics/global_avg_loss"]] == list(range(1, STEPS + 1))
+    assert ("fsdp_symm/arena_bytes" in series) is switch
+
+    for rank in (0, 1):
+        content = trace(run.folder, rank)
+        assert content["distributedInfo"]["rank"] == rank
+        assert "ProfilerStep#4" in {event.get("name") for event in content["traceEvents"]}
+    summary = run.stdout.strip().splitlines()[-1]
+    first, last = run.losses[0][1], run.losses[-1][1]
+    assert summary.startswith(f"trained {STEPS} steps: loss {first} (step 1) -> {last} (step {STEPS}); ")
+    assert summary.endswith(f"TensorBoard events: {run.folder}/tb; traces: {run.folder}/traces")
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_losses_are_the_same_to_every_digit_with_the_switch_on_and_off(runs: Runs, model: str) -> None:
+    assert runs.get(model, True).losses == runs.get(model, False).losses
+
+
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_the_switch_reports_what_it_moves(runs: Runs, model: str) -> None:
+    run = runs.get(model, True)
+    assert run.stdout.count("symmetric memory for FSDP2") == 1, "one table, from rank 0"
+    series = scalar_series(run.folder)
+    for role in ("all_gather", "reduce_scatter"):
+        moved = [value for _, value in series[f"fsdp_symm/bytes_per_step/{role}/host"]]
+        assert len(moved) == STEPS
+        assert min(moved) > 0
+        assert len(set(moved[1:])) == 1, "every step moves the same bytes"
+    assert len({value for _, value in series["fsdp_symm/arena_bytes"]}) == 1
+    assert all(value >= 0 for _, value in series["fsdp_symm/wait_s_per_step"])
+    events = [e for e in trace(run.folder, 1)["traceEvents"] if str(e.get("name")).startswith("fsdp_symm::")]
+    assert {e["name"] for e in events} == {"fsdp_symm::all_gather", "fsdp_symm::reduce_scatter"}
+    assert all({"module", "bytes", "engine"} <= set(e["args"]) for e in events)
+
+
+def test_a_failure_while_training_ends_every_rank_with_a_traceback(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    lr = ("--optimizer.param_groups.0.optimizer_kwargs.lr", "1e30")
+    words = ("--config", "configs/debug_dense_cpu.toml", "--dump_folder", str(tmp_path), *FAST, *lr)
+    run = start(*words, folder=tmp_path)
+    assert run.status == 1
+    assert "RuntimeError: Loss is not finite" in run.stdout + run.stderr
+    assert "trained" not in run.stdout
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "fsdp_symm" in name]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--config", "configs/none.toml"], "configs/none.toml: found No such file or directory; expected a readable"),
+        (["--config", "{bad}"], "{bad}: found malformed TOML: "),
+        ([], "command line: --config: found nothing; allowed: a TOML file"),
+        (["--config"], "command line: argument --config: expected one argument"),
+        (
+            ["--config", "configs/debug_dense_cpu.toml", "--training.stepz", "1"],
+            "command line: training.stepz: unknown",
+        ),
+        (["--config", "configs/debug_dense_cpu.toml"], "start: found no torchrun environment (RANK, WORLD_SIZE); fix:"),
+    ],
+)
+def test_a_config_error_is_one_line_and_status_2(tmp_path: Path, words: list[str], line: str) -> None:
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[training\n")
+    run = start(*[word.format(bad=bad) for word in words], folder=tmp_path, ranks=0)
+    assert run.status == 2
+    assert run.stdout == ""
+    assert run.stderr.count("\n") == 1
+    assert run.stderr.startswith(f"config error: {line.format(bad=bad)}")
+
+
+def test_under_torchrun_one_rank_says_it(tmp_path: Path) -> None:
+    run = start("--config", "configs/none.toml", folder=tmp_path)
+    assert run.status != 0
+    assert run.stderr.count("config error: configs/none.toml: found No such file") == 1
+    assert "Traceback (most recent call last)" not in run.stderr.split("config error:")[0]
+
+
+def test_help_and_check(tmp_path: Path) -> None:
+    shown = start("--help", folder=tmp_path, ranks=0)
+    assert shown.status == 0
+    assert "torchrun --nproc-per-node 2 train.py --config configs/debug_moe_cpu.toml" in shown.stdout
+    assert "[fsdp_symm]" in shown.stdout
+    checked = start("--config", "configs/debug_moe_gpu.toml", "--check", folder=tmp_path, ranks=0)
+    assert checked.status == 0, checked.stderr
+    assert "parallelism.expert_parallel_degree = 2\n" in checked.stdout
+    assert checked.stderr == ""
