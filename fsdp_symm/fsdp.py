@@ -121,20 +121,26 @@ class SymmMemHandle:
                 stack.callback(arena.close)
                 stack.callback(wire_of(arena).close)
 
+    def abandon(self, reason: str) -> None:
+        """:meth:`disable` and give the memory back without waiting: for a rank that fails and will not go on.
+
+        Peers that wait for this rank, now or later, raise an error that quotes ``reason``. Local.
+        """
+        self.disable()
+        self._closed = True
+        for arena in reversed(self._arenas):
+            arena.abandon(reason)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            # A failing rank must not wait for peers that will never close: tell them and let go.
-            self.disable()
-            self._closed = True
-            for arena in reversed(self._arenas):
-                arena.abandon(f"{type(error).__name__}: {error}")
-            return
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self.abandon(f"{type(error).__name__}: {error}")
 
 
 def set_symm_mem_for_comm(

@@ -1,4 +1,4 @@
-"""Ranks that die, hang, differ or fail: every other rank gets an error that names them, in time, and nothing stays behind."""
+"""Ranks that die, hang, differ or fail: all others get an error that names them, in time, and nothing stays behind."""
 
 from __future__ import annotations
 

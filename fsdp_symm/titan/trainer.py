@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -180,5 +181,5 @@ class SymmTrainer(Trainer):
     def _end_handles(self, error: BaseException | None) -> None:
         with contextlib.ExitStack() as stack:
             for handle in self._handles:
-                stack.callback(handle.__exit__, type(error) if error else None, error, None)
+                stack.callback(handle.close if error is None else partial(handle.abandon, repr(error)))
             self._handles = []

@@ -1,0 +1,102 @@
+"""``fsdp-symm bench`` as a user runs it: the CSV, the generated tables, and every complaint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_symm.bench import schema, tables
+from fsdp_symm.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_host_benchmark_writes_its_csv(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "host.csv"
+    command = [sys.executable, "-m", "fsdp_symm.cli", "bench", "host", "--csv", str(path)]
+    done = subprocess.run(
+        [*command, "--max-mib", "0.25", "--seconds", "0.02"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert path.read_text().splitlines()[0] == ",".join(f.name for f in fields(schema.Row))
+    rows = schema.read(path)
+    assert {(r.name, r.variant) for r in rows} == {
+        (name, variant) for name in ("all_gather", "reduce_scatter") for variant in ("gloo", "host")
+    }
+    assert {r.dtype for r in rows} == {"float32", "bfloat16"}
+    assert {r.bytes for r in rows} == {64 * 1024, 256 * 1024}
+    for row in rows:
+        assert 0 < row.min_us <= row.median_us <= row.max_us
+        assert row.n >= 5
+        assert row.ranks == 2
+        assert "torch 2." in row.versions
+        assert "cores" in row.hardware
+        assert row.command.startswith("fsdp-symm bench host")
+    assert "| all_gather | float32 | 64 KiB |" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--ranks", "1"], "--ranks: found 1, expected at least 2"),
+        (["--max-mib", "0.01"], "--max-mib: found 0.01, expected at least 0.0625"),
+        (["--seconds", "0"], "--seconds: found 0, expected more than 0"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", "host", "--csv", str(tmp_path / "x.csv"), *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_the_readme_is_generated_from_the_committed_csv() -> None:
+    assert tables.renew(ROOT, check=True) == 0
+
+
+def _repository(folder: Path, readme: str) -> Path:
+    (folder / "README.md").write_text(readme)
+    row = schema.Row("all_gather", "gloo", 2, 2**20, "float32", 3000.0, 1.0, 9.0, 5, "v", "h", "c")
+    for _, (path, _) in tables.TABLES.items():
+        schema.write(folder / path, [row, replace(row, variant="host", median_us=1000.0)])
+    return folder
+
+
+def test_tables_are_renewed_between_their_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "head\n<!-- table:host_vs_gloo -->\nstale\n<!-- /table:host_vs_gloo -->\ntail\n"
+    root = _repository(tmp_path, text)
+    assert main(["bench", "tables", "--root", str(root), "--check"]) == 1
+    assert "differs from its CSVs" in capsys.readouterr().err
+    assert main(["bench", "tables", "--root", str(root)]) == 0
+    renewed = (root / "README.md").read_text()
+    assert "| 1 MiB | 3.00 ms (0.00-0.01) | 1.00 ms (0.00-0.01) | 3.0x |" in renewed
+    assert "stale" not in renewed
+    assert renewed.startswith("head\n")
+    assert renewed.endswith("tail\n")
+    assert main(["bench", "tables", "--root", str(root), "--check"]) == 0
+
+
+def test_tables_name_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "tables", "--root", str(tmp_path)]) == 2
+    assert "found no" in capsys.readouterr().err
+    root = _repository(tmp_path, "no markers")
+    assert main(["bench", "tables", "--root", str(root)]) == 2
+    assert "found no single pair of markers for 'host_vs_gloo'" in capsys.readouterr().err
+    (root / "profiles/host_vs_gloo.csv").unlink()
+    assert main(["bench", "tables", "--root", str(root)]) == 2
+    assert "expected a CSV, fix: run the benchmark first" in capsys.readouterr().err
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    script = "import sys, fsdp_symm.cli as c; c.COMMANDS; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+def test_unknown_public_name() -> None:
+    import fsdp_symm
+
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = fsdp_symm.nothing
+    assert set(fsdp_symm.__all__) <= set(dir(fsdp_symm))
