@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("fsdp_symm.trace.inspect_command", "say what moved the bytes in Kineto traces"),
     "diff": ("fsdp_symm.trace.diff_command", "compare the communication of two traces"),
     "bench": ("fsdp_symm.bench.command", "measure a backend against the plain path"),
+    "doctor": ("fsdp_symm.doctor", "say what this machine and its groups can do, and why"),
 }
 
 

@@ -55,6 +55,12 @@ def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
+def new_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+    """``dist.new_group`` among ``ranks`` alone; its stub also allows the non-members' answer."""
+    group: Any = dist.new_group(ranks, use_local_synchronization=True, **options)
+    return group
+
+
 # --- profiler ----------------------------------------------------------------------------------------------
 
 
@@ -141,6 +147,11 @@ def param_groups(model: nn.Module) -> list[ParamGroup]:
                 )
             )
     return groups
+
+
+def owns_parameters(module: FSDPModule) -> bool:
+    """Whether an FSDP module has a param group; torch's single-module setters do nothing or fail without one."""
+    return bool(module._get_fsdp_state()._fsdp_param_groups)
 
 
 def has_fsdp_modules(model: nn.Module) -> bool:

@@ -15,6 +15,10 @@ class SymmMemMemoryError(SymmMemError):
     """Symmetric memory could not be had on one rank; raised on every rank of the group."""
 
 
+class SymmMemUnavailableError(SymmMemError):
+    """The group has no symmetric memory; the same on all its ranks, which take the plain path unless ``strict``."""
+
+
 class PlanMismatchError(SymmMemError):
     """The ranks of a group planned different communication."""
 

@@ -6,33 +6,33 @@ putting the previous comm objects back.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch.distributed as dist
 from torch import nn
 
 from fsdp_symm import compat
+from fsdp_symm.allocation import Arenas, allocate
 from fsdp_symm.collectives import SymmMemAllGather, SymmMemReduceScatter
 from fsdp_symm.compat import ParamGroup, Role
-from fsdp_symm.errors import SymmMemConfigError, SymmMemError, problem
+from fsdp_symm.decisions import make_report
+from fsdp_symm.errors import SymmMemConfigError, problem
 from fsdp_symm.memory.arena import SymmMemArena
 from fsdp_symm.memory.counters import Counters
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
 from fsdp_symm.plan import GroupPlan, Member, agree, make_plan
-from fsdp_symm.report import ReportRow, SymmMemReport, SymmMemStats, render
-from fsdp_symm.selection import PROVIDERS, Backend, ModuleFilter, Skip, SwitchOptions, select
-from fsdp_symm.wire import wire_of
+from fsdp_symm.report import SymmMemReport, SymmMemStats, render
+from fsdp_symm.selection import Backend, ModuleFilter, Skip, SwitchOptions, select
+from fsdp_symm.verdict import Verdict, judge
 
 _COMMS: dict[Role, type[SymmMemAllGather] | type[SymmMemReduceScatter]] = {
     "all_gather": SymmMemAllGather,
     "reduce_scatter": SymmMemReduceScatter,
 }
-_WHY = {"host": "shared memory, one host"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SymmMemHandle:
     def __init__(
         self,
         report: SymmMemReport,
-        arenas: tuple[SymmMemArena, ...],
+        arenas: Arenas,
         counters: Counters,
         installed: tuple[_Installed, ...],
     ) -> None:
@@ -69,7 +69,7 @@ class SymmMemHandle:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "enabled" if self.enabled else "disabled"
-        return f"SymmMemHandle({state}, {len(self._arenas)} arenas, {sum(a.nbytes for a in self._arenas)} bytes)"
+        return f"SymmMemHandle({state}, {len(self.arenas)} arenas, {sum(a.nbytes for a in self.arenas)} bytes)"
 
     @property
     def enabled(self) -> bool:
@@ -84,14 +84,14 @@ class SymmMemHandle:
     @property
     def arenas(self) -> tuple[SymmMemArena, ...]:
         """The arenas, one a process group, in order of creation."""
-        return self._arenas
+        return self._arenas.all
 
     def stats(self) -> SymmMemStats:
         """Cumulative numbers since the switch; local, cheap, allowed after :meth:`close`."""
         return SymmMemStats.of(
             self._counters,
-            arena_bytes=0 if self._closed else sum(a.nbytes for a in self._arenas),
-            wait_s=sum(a.segment.wait_s for a in self._arenas),
+            arena_bytes=0 if self._closed else sum(a.nbytes for a in self.arenas),
+            wait_s=sum(a.segment.wait_s for a in self.arenas),
         )
 
     def disable(self) -> None:
@@ -116,10 +116,7 @@ class SymmMemHandle:
         if self._closed:
             return
         self._closed = True
-        with contextlib.ExitStack() as stack:  # the last arena closes first; one failure does not keep the others
-            for arena in self._arenas:
-                stack.callback(arena.close)
-                stack.callback(wire_of(arena).close)
+        self._arenas.close()
 
     def abandon(self, reason: str) -> None:
         """:meth:`disable` and give the memory back without waiting: for a rank that fails and will not go on.
@@ -128,8 +125,7 @@ class SymmMemHandle:
         """
         self.disable()
         self._closed = True
-        for arena in reversed(self._arenas):
-            arena.abandon(reason)
+        self._arenas.abandon(reason)
 
     def __enter__(self) -> Self:
         return self
@@ -153,6 +149,7 @@ def set_symm_mem_for_comm(
     min_bytes: int = 0,
     strict: bool = False,
     slots: int | None = None,
+    dedicated_all_gather: bool = False,
     timeout_s: float = 60.0,
 ) -> SymmMemHandle:
     """Move the FSDP2 communication buffers of ``model`` and everything below it into symmetric memory.
@@ -163,13 +160,16 @@ def set_symm_mem_for_comm(
 
     Args:
         model: a model that went through ``fully_shard``.
-        backend: ``"auto"`` by device, or ``"host"`` (POSIX shared memory, CPU tensors).
+        backend: ``"auto"`` by device, ``"host"`` (POSIX shared memory, CPU tensors) or ``"nccl"`` (NCCL windows).
         all_gather, reduce_scatter: which collectives to move.
         modules: shell pattern on FQNs (``"layers.*"``), or ``(fqn, module) -> bool``; ``None`` takes all.
         min_bytes: leave smaller buffers on the plain path.
         strict: raise where something asked for cannot be had, now or later, instead of warning once.
         slots: at least this many all-gather slots a process group, for programs that unshard modules early by hand.
-        timeout_s: seconds that any wait between ranks may last, at the switch and in every collective.
+        dedicated_all_gather: NCCL only: run all-gathers on a communicator of their own that carries the zero-CTA
+            policy, so that all other collectives keep the default policy.
+        timeout_s: seconds that any wait between ranks may last, at the switch and in every collective of the host
+            backend; NCCL's collectives have NCCL's own timeout.
 
     Returns:
         A handle: table, report, statistics, undo.
@@ -180,7 +180,9 @@ def set_symm_mem_for_comm(
         SymmMemTimeoutError: names the ranks that did not call the switch.
         SymmMemMemoryError: memory could not be had on some rank.
     """
-    options = SwitchOptions(backend, all_gather, reduce_scatter, modules, min_bytes, strict, slots, timeout_s)
+    options = SwitchOptions(
+        backend, all_gather, reduce_scatter, modules, min_bytes, strict, slots, dedicated_all_gather, timeout_s
+    )
     if not dist.is_initialized():
         raise SymmMemConfigError(
             problem(
@@ -199,10 +201,13 @@ def set_symm_mem_for_comm(
         slots=slots,
     )
     agree(plans, options=options.digest_text(), timeout_s=timeout_s)
-    arenas = _allocate(plans, members, timeout_s)
+    verdicts = {plan.name: judge(plan, timeout_s=timeout_s) for plan in plans}
+    _announce_verdicts(plans, verdicts, options.strict)
+    arenas = allocate(plans, verdicts, options)
     counters = Counters()
     installed = _install(members, arenas, counters, strict)
-    return SymmMemHandle(_report(members, plans, skips), tuple(arenas.values()), counters, installed)
+    report = make_report(members, plans, skips, verdicts)
+    return SymmMemHandle(report, arenas, counters, installed)
 
 
 def _announce(skips: list[Skip], strict: bool) -> None:
@@ -221,24 +226,22 @@ def _announce(skips: list[Skip], strict: bool) -> None:
     warnings.warn(text, SymmMemFallbackWarning, stacklevel=3)
 
 
-def _allocate(plans: tuple[GroupPlan, ...], members: list[Member], timeout_s: float) -> dict[str, SymmMemArena]:
-    device = next((m.group.device.type for m in members), "cpu")
-    arenas: dict[str, SymmMemArena] = {}
-    try:
-        for plan in plans:
-            arenas[plan.name] = SymmMemArena(plan.group, plan.rings, backend=PROVIDERS[device], timeout_s=timeout_s)
-    except SymmMemError as error:
-        for arena in reversed(arenas.values()):
-            arena.abandon(f"the switch failed: {error}")
-        raise
-    return arenas
+def _announce_verdicts(plans: tuple[GroupPlan, ...], verdicts: dict[str, Verdict], strict: bool) -> None:
+    """Raise or warn about groups that cannot be had as asked for; say what else a user should know."""
+    for plan in plans:
+        verdict = verdicts[plan.name]
+        downgrades = [*([verdict.blocked] if verdict.blocked else []), *verdict.downgrades]
+        if downgrades and strict:
+            raise SymmMemConfigError("\n".join(downgrades))
+        for text in (*downgrades, *verdict.advice):
+            warnings.warn(text, SymmMemFallbackWarning, stacklevel=4)
 
 
-def _install(
-    members: list[Member], arenas: dict[str, SymmMemArena], counters: Counters, strict: bool
-) -> tuple[_Installed, ...]:
+def _install(members: list[Member], arenas: Arenas, counters: Counters, strict: bool) -> tuple[_Installed, ...]:
     entries = []
     for item in members:
+        if not any(arenas.find(item.role, compat.group_name(g)) for g in item.process_groups):
+            continue  # every group of it is blocked: the plain path stays, as reported
         comm = _COMMS[item.role](
             _chooser(item.group, item.role, arenas), module=item.group.label, strict=strict, counters=counters
         )
@@ -248,40 +251,9 @@ def _install(
     return tuple(entries)
 
 
-def _chooser(group: ParamGroup, role: Role, arenas: dict[str, SymmMemArena]) -> Callable[[], SymmMemArena | None]:
+def _chooser(group: ParamGroup, role: Role, arenas: Arenas) -> Callable[[], SymmMemArena | None]:
     """The arena of the coming call: FSDP2 changes the process group with the sharded state, and tells nobody."""
-    current: Callable[[ParamGroup], Any] = (
+    current: Callable[[ParamGroup], dist.ProcessGroup] = (
         compat.all_gather_group if role == "all_gather" else compat.reduce_scatter_group
     )
-    return lambda: arenas.get(compat.group_name(current(group)))
-
-
-def _report(members: list[Member], plans: tuple[GroupPlan, ...], skips: list[Skip]) -> SymmMemReport:
-    rows: list[ReportRow] = []
-    for plan in plans:
-        for ring in plan.rings:
-            labels = tuple(n.label for n in plan.needs if n.role == ring.role)
-            engine = PROVIDERS[members[0].group.device.type]
-            rows.append(
-                ReportRow(ring.role, plan.name, plan.ranks, labels, ring.slots, ring.nbytes, engine, _WHY[engine])
-            )
-    reasons: dict[tuple[str, str, str], list[str]] = {}
-    for skip in skips:
-        reasons.setdefault((skip.role, skip.engine, skip.reason), []).append(skip.group.label)
-    for (role, engine, reason), labels in reasons.items():
-        rows.append(ReportRow(role, "", (), tuple(labels), 0, 0, engine, reason))
-    rows.extend(_all_reduce_rows(members))
-    return SymmMemReport(tuple(rows))
-
-
-def _all_reduce_rows(members: list[Member]) -> list[ReportRow]:
-    """HSDP's all-reduce: FSDP2 calls ``dist.all_reduce`` itself (torch 2.13-2.15), so nothing can take its place."""
-    found: dict[str, tuple[tuple[int, ...], list[str]]] = {}
-    for item in members:
-        group = compat.replicate_group(item.group)
-        if item.role == "reduce_scatter" and group is not None:
-            found.setdefault(compat.group_name(group), (compat.group_ranks(group), []))[1].append(item.group.label)
-    return [
-        ReportRow("all_reduce", name, ranks, tuple(labels), 0, 0, "plain", "FSDP2 issues HSDP's all-reduce itself")
-        for name, (ranks, labels) in found.items()
-    ]
+    return lambda: arenas.find(role, compat.group_name(current(group)))

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
 from fsdp_symm import compat
@@ -67,6 +68,8 @@ class GroupPlan:
     """All that one process group needs."""
 
     group: dist.ProcessGroup = field(compare=False, repr=False)
+    backend: str
+    device: torch.device
     needs: tuple[BufferNeed, ...]
     rings: tuple[Ring, ...]
 
@@ -87,6 +90,7 @@ class GroupPlan:
         """The plan as text, one fact a line: what the digest covers and what a mismatch quotes."""
         return [
             f"options {options}",
+            f"backend {self.backend} on {self.device.type}",
             *(f"ring {r.role} {r.slots} slots of {r.slot_bytes} bytes" for r in self.rings),
             *(f"{n.role} {n.label} {n.nbytes} bytes {n.dtype}" for n in self.needs),
         ]
@@ -99,6 +103,7 @@ class Member:
     group: ParamGroup
     role: Role
     process_groups: tuple[dist.ProcessGroup, ...]
+    backend: str
     nbytes: int
     dtype: str
 
@@ -112,15 +117,15 @@ def role_groups(group: ParamGroup, role: Role) -> tuple[dist.ProcessGroup, ...]:
     return (compat.shard_group(group),) if post is None else (compat.shard_group(group), post)
 
 
-def member(group: ParamGroup, role: Role) -> Member:
-    """Size one role of one param group.
+def member(group: ParamGroup, role: Role, backend: str) -> Member:
+    """Size one role of one param group, to be served by ``backend``.
 
     Raises:
         compat.UnsizedExtensionError: an all-gather extension could not be asked for its sizes.
     """
     size = compat.all_gather_bytes if role == "all_gather" else compat.reduce_scatter_bytes
     nbytes, dtype = size(group)
-    return Member(group, role, role_groups(group, role), nbytes, dtype)
+    return Member(group, role, role_groups(group, role), backend, nbytes, dtype)
 
 
 def slots_needed(role: Role, *, prefetch_depth: int, input_buffers: int, groups_per_module: int) -> int:
@@ -169,7 +174,7 @@ def make_plan(
             for role in compat.ROLES
             if any(m.role == role for m in items)
         )
-        plans.append(GroupPlan(process_group, needs, rings))
+        plans.append(GroupPlan(process_group, items[0].backend, items[0].group.device, needs, rings))
     return tuple(plans)
 
 

@@ -13,15 +13,14 @@ from typing import Literal
 
 from torch import nn
 
-from fsdp_symm import compat
+from fsdp_symm import compat, compat_nccl
 from fsdp_symm.compat import ParamGroup, Role
 from fsdp_symm.errors import SymmMemConfigError, problem
+from fsdp_symm.memory.arena import BACKENDS
 from fsdp_symm.memory.mixin import SymmMemAllocMixin
 from fsdp_symm.plan import Member, member, role_groups
 
-Backend = Literal["auto", "host"]
-# device type -> the backend that "auto" means there
-PROVIDERS = {"cpu": "host"}
+Backend = Literal["auto", "host", "nccl"]
 ModuleFilter = str | Callable[[str, nn.Module], bool] | None
 
 
@@ -40,12 +39,13 @@ class SwitchOptions:
     min_bytes: int = 0
     strict: bool = False
     slots: int | None = None
+    dedicated_all_gather: bool = False
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        backends = ["auto", *sorted(set(PROVIDERS.values()))]
+        backends = ["auto", *sorted(BACKENDS)]
         self._require("backend", self.backend in backends, f"one of {backends}")
-        for name in ("all_gather", "reduce_scatter", "strict"):
+        for name in ("all_gather", "reduce_scatter", "strict", "dedicated_all_gather"):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
         self._require("all_gather", self.all_gather or self.reduce_scatter, "all_gather or reduce_scatter to be True")
         self._require(
@@ -78,7 +78,7 @@ class SwitchOptions:
         pattern = self.modules if isinstance(self.modules, str) else None
         return (
             f"backend={self.backend} all_gather={self.all_gather} reduce_scatter={self.reduce_scatter} "
-            f"modules={pattern} min_bytes={self.min_bytes} slots={self.slots}"
+            f"modules={pattern} min_bytes={self.min_bytes} slots={self.slots} dedicated={self.dedicated_all_gather}"
         )
 
 
@@ -166,10 +166,11 @@ def _decide(group: ParamGroup, role: Role, options: SwitchOptions, chosen: bool)
     comm = compat.get_comm(group, role)
     if isinstance(comm, SymmMemAllocMixin):
         return Skip(group, role, "already on symmetric memory (an earlier handle or a custom comm)")
-    if (reason := compat.occupied_by(group, role) or _unserved_device(group, options)) is not None:
+    backend, reason = _backend(group, role, options)
+    if (reason := compat.occupied_by(group, role) or reason) is not None:
         return Skip(group, role, reason, downgrade=True)
     try:
-        sized = member(group, role)
+        sized = member(group, role, backend)
     except compat.UnsizedExtensionError as error:
         return Skip(group, role, f"the all-gather extension could not be sized ({error})", downgrade=True)
     if sized.nbytes == 0:
@@ -179,13 +180,21 @@ def _decide(group: ParamGroup, role: Role, options: SwitchOptions, chosen: bool)
     return sized
 
 
-def _unserved_device(group: ParamGroup, options: SwitchOptions) -> str | None:
-    provider = PROVIDERS.get(group.device.type)
-    if options.backend == "auto":
-        return None if provider else f"no symmetric memory for {group.device.type} tensors in this version"
-    if provider != options.backend:
-        return f"backend {options.backend!r} does not serve {group.device.type} tensors"
-    return None
+def _backend(group: ParamGroup, role: Role, options: SwitchOptions) -> tuple[str, str | None]:
+    """The backend of a param group, or why there is none."""
+    device = group.device
+    natural = next((name for name, kind in BACKENDS.items() if kind == device.type), None)
+    if natural is None:
+        return "", f"no symmetric memory for {device.type} tensors"
+    if options.backend not in ("auto", natural):
+        return "", f"backend {options.backend!r} does not serve {device.type} tensors"
+    if natural == "nccl":
+        try:
+            for process_group in role_groups(group, role):
+                compat_nccl.nccl_backend(process_group, device)
+        except SymmMemConfigError as error:
+            return "", str(error).splitlines()[0]
+    return natural, None
 
 
 def _require_alive(group: ParamGroup, role: Role) -> None:

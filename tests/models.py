@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch.distributed.tensor import Shard
 from fsdp_symm.memory.arena import SymmMemArena
 
 WIDTH = 12
+# FSDP_SYMM_TEST_DEVICE=cuda runs the same programs over NCCL; ranks share GPUs where there are fewer.
+DEVICE = os.environ.get("FSDP_SYMM_TEST_DEVICE", "cpu")
+ENGINE = {"cpu": "host", "cuda": "nccl"}[DEVICE]
 
 
 @dataclass(frozen=True)
@@ -133,8 +137,8 @@ def _dtype(name: str | None) -> torch.dtype | None:
 def _mesh(options: Options) -> Any:
     world_size = dist.get_world_size()
     if options.hsdp:
-        return init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh("cpu", (world_size,))
+        return init_device_mesh(DEVICE, (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(DEVICE, (world_size,))
 
 
 def _dim_one(param: nn.Parameter) -> Shard | None:
@@ -146,6 +150,8 @@ def build(options: Options) -> Model:
     torch.manual_seed(7)
     with torch.device("meta" if options.meta else "cpu"):
         model = Model(options)
+    if not options.meta:
+        model = model.to(DEVICE)  # drawn on the CPU: the same values for every device
     if options.frozen:
         for block in list(model.blocks)[::2]:
             block.up.requires_grad_(False)
@@ -193,7 +199,7 @@ def _configure(model: Any, options: Options) -> None:
 
 def materialize(model: nn.Module) -> None:
     """Give a meta model memory and the same values every time."""
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -204,7 +210,7 @@ def materialize(model: nn.Module) -> None:
 def batch(step: int, micro: int = 0) -> torch.Tensor:
     """The rank's own input of a step."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + dist.get_rank())
-    return torch.randn(6, WIDTH, generator=generator)
+    return torch.randn(6, WIDTH, generator=generator).to(DEVICE)
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int, options: Options) -> float:
@@ -236,6 +242,7 @@ def grads(model: nn.Module) -> list[torch.Tensor | None]:
 def poison(arenas: tuple[SymmMemArena, ...]) -> None:
     """Fill this rank's slots with 0xFF: NaN in every float type, so that a byte that nobody wrote is seen."""
     for arena in arenas:
-        segment = arena.segment
-        segment.data(segment.rank, 0, segment.nbytes - segment.data_at).fill_(0xFF)
+        arena.segment.lease(0, arena.slot_nbytes)[0].fill_(0xFF)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
     dist.barrier()

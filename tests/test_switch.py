@@ -43,7 +43,7 @@ def _step(model: Any) -> float:
 BAD_ARGUMENTS = {
     "backend": (
         {"backend": "nvshmem"},
-        "bad argument backend\n  found: 'nvshmem'\n  expected: one of ['auto', 'host']",
+        "bad argument backend\n  found: 'nvshmem'\n  expected: one of ['auto', 'host', 'nccl']",
     ),
     "nothing": ({"all_gather": False, "reduce_scatter": False}, "expected: all_gather or reduce_scatter to be True"),
     "all_gather": ({"all_gather": 1}, "bad argument all_gather\n  found: 1"),

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,34 @@ def hardware() -> str:
             model = line.split(":", 1)[1].strip()
             break
     return f"{model}; {len(os.sched_getaffinity(0))} cores"
+
+
+def gpu_versions() -> str:
+    """Versions that matter to a GPU measurement: torch, NCCL, the driver's CUDA, python."""
+    import torch
+
+    from fsdp_symm import compat_nccl
+
+    nccl = ".".join(map(str, compat_nccl.nccl_runtime_version()))
+    return f"torch {torch.__version__}; NCCL {nccl}; CUDA {torch.version.cuda}; python {platform.python_version()}"
+
+
+def gpu_hardware() -> str:
+    """Number and name of the GPUs that this process sees."""
+    import torch
+
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+
+
+def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Write lines that have columns beside the schema's; the schema's come first."""
+    first = [f.name for f in fields(Row)]
+    further = [name for name in dict.fromkeys(k for line in lines for k in line) if name not in first]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*first, *further], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -34,6 +35,33 @@ def host_table(rows: Sequence[Row]) -> str:
     lines.append("")
     lines.append(f"{first.ranks} ranks on {first.hardware}; {first.versions}; `{first.command}`.")
     return "\n".join(lines)
+
+
+def step_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: training steps side by side; the tax is what a variant's step takes beyond the floor's."""
+    table = [
+        "| step | ranks | variant | step, median (min-max) | tax over floor | vs native | all-gathers by copy engine "
+        "| reduce-scatters by symmetric kernel | SM-ms | GEMM slowdown | host us / all-gather | peak + symmetric |",
+        "|" + "---|" * 12,
+    ]
+    medians = {(x["name"], x["ranks"], x["variant"]): float(x["median_us"]) for x in lines}
+    for x in lines:
+        name, ranks = x["name"], x["ranks"]
+        step, floor, native = (medians[name, ranks, v] for v in (x["variant"], "floor", "native"))
+        table.append(
+            f"| {name.removeprefix('fsdp_step_')} | {ranks} | {x['variant']} "
+            f"| {step / 1e3:.1f} ms ({float(x['min_us']) / 1e3:.1f}-{float(x['max_us']) / 1e3:.1f}) "
+            f"| {(step - floor) / 1e3:.1f} ms | {step / native:.3f} "
+            f"| {x['copy_engine_gathers']} of {x['gathers']} | {x['symmetric_reduces']} of {x['reduces']} "
+            f"| {float(x['sm_us']) / 1e3:.1f} | {_slowdown(x)} | {x['host_us']} "
+            f"| {(int(x['peak_bytes']) + int(x['symmetric_bytes'])) / 2**30:.2f} GiB |"
+        )
+    first = lines[0]
+    return "\n".join([*table, "", f"{first['hardware']}; {first['versions']}; `{first['command']}`."])
+
+
+def _slowdown(line: Mapping[str, Any]) -> str:
+    return f"{float(line['gemm_slowdown']):.2f}x" if float(line["gemm_slowdown"]) else "too few samples"
 
 
 # marker -> (CSV below the repository, how it becomes a table)

@@ -20,9 +20,21 @@ from fsdp_symm import compat
 from fsdp_symm.compat import Role
 from fsdp_symm.errors import SlotShortageError, SymmMemConfigError, SymmMemError, problem
 from fsdp_symm.memory.host import HostSegment
+from fsdp_symm.memory.segment import Segment
 from fsdp_symm.plan import Ring
 
-SEGMENTS = {"host": HostSegment}
+# backend -> type of the devices that it serves
+BACKENDS = {"host": "cpu", "nccl": "cuda"}
+
+
+def _segment(
+    backend: str, group: dist.ProcessGroup, data_bytes: int, slots: int, timeout_s: float, device: torch.device
+) -> Segment:
+    if backend == "host":
+        return HostSegment(group, data_bytes, slots, timeout_s)
+    from fsdp_symm.memory.nccl import NcclSegment  # needs a CUDA build of torch
+
+    return NcclSegment(group, data_bytes, slots, timeout_s, device)
 
 
 @dataclass
@@ -68,18 +80,42 @@ class ArenaStats:
     wait_s: float
 
 
+def _device_of(backend: str, device: torch.device | None) -> torch.device:
+    if backend not in BACKENDS:
+        raise SymmMemConfigError(
+            problem("SymmMemArena: unknown backend", found=repr(backend), expected=sorted(BACKENDS), fix="host or nccl")
+        )
+    wanted = BACKENDS[backend]
+    if device is None:
+        device = torch.device(wanted) if wanted == "cpu" else torch.device(wanted, torch.cuda.current_device())
+    if device.type != wanted or (wanted == "cuda" and device.index is None):
+        raise SymmMemConfigError(
+            problem(
+                f"SymmMemArena: backend {backend!r} does not serve this device",
+                found=device,
+                expected=f"a {wanted} device" + (" with its index" if wanted == "cuda" else ""),
+                fix="pass the device that the tensors live on",
+            )
+        )
+    return device
+
+
 class SymmMemArena:
     """Symmetric memory of one process group.
 
     Args:
         group: the ranks that share the memory. Construction is collective over it.
         rings: slots by role; :func:`fsdp_symm.plan.make_plan` computes them from a model.
-        backend: ``"host"``: POSIX shared memory for CPU tensors.
+        backend: ``"host"``: POSIX shared memory for CPU tensors; ``"nccl"``: NCCL windows for CUDA tensors.
+        device: where the tensors live; by default the CPU, or the current CUDA device for ``"nccl"``.
+        serves: the process group whose calls this arena answers when they run on another one (``group``) instead,
+            such as a dedicated communicator; by default ``group`` itself.
         timeout_s: seconds that any wait for a peer may last.
 
     Raises:
-        SymmMemConfigError: unknown backend, no ring, or two rings of one role.
+        SymmMemConfigError: unknown backend, a device that it does not serve, no ring, or two rings of one role.
         SymmMemMemoryError: the memory could not be had on some rank (raised on all).
+        SymmMemUnavailableError: the group has no symmetric memory (raised on all).
         SymmMemTimeoutError: a rank did not come.
     """
 
@@ -89,17 +125,11 @@ class SymmMemArena:
         rings: Sequence[Ring],
         *,
         backend: str = "host",
+        device: torch.device | None = None,
+        serves: dist.ProcessGroup | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        if backend not in SEGMENTS:
-            raise SymmMemConfigError(
-                problem(
-                    "SymmMemArena: unknown backend",
-                    found=repr(backend),
-                    expected=sorted(SEGMENTS),
-                    fix="host",
-                )
-            )
+        self.device = _device_of(backend, device)
         if not rings or len({r.role for r in rings}) != len(rings):
             raise SymmMemConfigError(
                 problem(
@@ -110,7 +140,7 @@ class SymmMemArena:
                 )
             )
         self.group = group
-        self.group_name = compat.group_name(group)
+        self.group_name = compat.group_name(group if serves is None else serves)
         self.ranks = compat.group_ranks(group)
         self.backend = backend
         self._rings: dict[Role, Ring] = {ring.role: ring for ring in rings}
@@ -124,7 +154,7 @@ class SymmMemArena:
         self._epochs: dict[Role, int] = dict.fromkeys(self._rings, 0)
         self._lock = threading.Lock()
         self._closed = False
-        self.segment = SEGMENTS[backend](group, offset, index, timeout_s)
+        self.segment = _segment(backend, group, offset, index, timeout_s, self.device)
 
     def __repr__(self) -> str:
         rings = ", ".join(f"{r.slots} x {r.slot_bytes} bytes for {r.role}" for r in self._rings.values())
@@ -132,13 +162,18 @@ class SymmMemArena:
 
     @property
     def engine(self) -> str:
-        """Who moves the bytes of this arena: ``"host"``."""
+        """Who moves the bytes of this arena: ``"host"`` or ``"nccl"``."""
         return self.segment.engine
 
     @property
     def nbytes(self) -> int:
         """Symmetric bytes that this rank holds, control page included."""
         return self.segment.nbytes
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of all slots; they lie one after the other, ring by ring."""
+        return sum(ring.nbytes for ring in self._rings.values())
 
     @property
     def closed(self) -> bool:
@@ -179,6 +214,7 @@ class SymmMemArena:
             tensor, alive = self.segment.lease(offset, nbytes)
             self._leases[first + slot] = Lease(role, slot, first + slot, offset, nbytes, owner, sequence, alive)
             self._handed_out[role] = sequence + 1
+            self.segment.acquired(first + slot)
             return tensor
 
     def _retire(self, role: Role, index: int, owner: str) -> None:
@@ -191,11 +227,8 @@ class SymmMemArena:
                 message = self._shortage(role, owner)
                 self.segment.fail(message)
                 raise SlotShortageError(message)
-        if last.epoch is not None:
-            call = f"{role} buffer of {owner!r}: slot {last.slot} held the {role} of {last.owner!r}"
-            for peer in range(len(self.ranks)):
-                if peer != self.segment.rank:
-                    self.segment.wait("done", role, last.epoch, peer, call)
+        call = f"{role} buffer of {owner!r}: slot {last.slot} held the {role} of {last.owner!r}"
+        self.segment.before_reuse(last, call)
 
     def _shortage(self, role: Role, owner: str) -> str:
         ring = self._rings[role]

@@ -32,6 +32,7 @@ from fsdp_symm import compat
 from fsdp_symm.compat import ROLES, Role
 from fsdp_symm.errors import SymmMemMemoryError, SymmMemPeerError, SymmMemTimeoutError, problem
 from fsdp_symm.memory import signals
+from fsdp_symm.memory.segment import SlotUse
 from fsdp_symm.memory.signals import Word
 from fsdp_symm.rendezvous import exchange
 
@@ -274,6 +275,21 @@ class HostSegment:
         return offset if 0 <= offset < self.nbytes - self.data_at else None
 
     # --- signals ---
+
+    def acquired(self, index: int) -> None:
+        """Nothing to note: host memory has no streams."""
+
+    def before_reuse(self, last: SlotUse, call: str) -> None:
+        """Wait until every peer has read what the slot held.
+
+        Raises:
+            SymmMemTimeoutError, SymmMemPeerError: see :meth:`wait`.
+        """
+        if last.epoch is None:
+            return
+        for peer in range(len(self.ranks)):
+            if peer != self.rank:
+                self.wait("done", last.role, last.epoch, peer, call)
 
     def publish(self, kind: Kind, role: Role, epoch: int) -> None:
         """Tell the peers that this rank's data of call ``epoch`` is ready, or that it has read everybody's."""

@@ -64,6 +64,8 @@ class SymmMemAllocMixin:
         arena, self._current = self._choose(), None
         self._world_size = 0 if arena is None else len(arena.ranks)
         reason = "its process group has no arena" if arena is None else arena.why_not(self.role, nbytes)
+        if arena is not None and arena.device != device:
+            reason = f"a buffer on {device} was asked for, the arena is on {arena.device}"
         if arena is None or reason is not None:
             self.plain_path(str(reason))
             return torch.empty(tuple(size), dtype=dtype, device=device)

@@ -1,0 +1,147 @@
+"""What can be said about the machine without communicating."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+import fsdp_symm
+from fsdp_symm.doctor.report import BackendRow, DoctorReport, Gpu, NvLink, Shm, Versions
+from fsdp_symm.guards import GroupFacts, findings, first_line, local_facts
+from fsdp_symm.memory.host import SHM_DIR_VARIABLE
+
+_TOOL_TIMEOUT_S = 20.0
+
+
+def examine() -> DoctorReport:
+    """Everything but the groups."""
+    cuda = torch.cuda.is_available()
+    facts = local_facts(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
+    shm = shm_state()
+    return DoctorReport(
+        versions=_versions(facts),
+        gpus=_gpus() if cuda else [],
+        peer_access=_peer_access() if cuda else [],
+        nvlink=nvlink() if cuda else NvLink(),
+        environment=dict(facts.environment),
+        nccl_libraries=list(facts.nccl_libraries),
+        shm=shm,
+        backends=[host_backend(shm), nccl_backend(facts, has_gpu=cuda)],
+    )
+
+
+def _versions(facts: GroupFacts) -> Versions:
+    def dotted(version: tuple[int, ...] | None) -> str | None:
+        return None if version is None else ".".join(map(str, version))
+
+    return Versions(
+        python=platform.python_version(),
+        fsdp_symm=fsdp_symm.__version__,
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        nccl_built=dotted(facts.nccl_built),
+        nccl_loaded=dotted(facts.nccl_version),
+        driver_api=dotted(facts.driver_version),
+    )
+
+
+def _gpus() -> list[Gpu]:
+    rows = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        rows.append(
+            Gpu(
+                index=index,
+                name=properties.name,
+                uuid=str(getattr(properties, "uuid", "")),  # in torch since 2.4, missing from the stubs
+                capability=f"{properties.major}.{properties.minor}",
+                memory_bytes=properties.total_memory,
+                num_sms=properties.multi_processor_count,
+            )
+        )
+    return rows
+
+
+def _peer_access() -> list[list[bool]]:
+    count = range(torch.cuda.device_count())
+    return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in count] for i in count]
+
+
+def shm_state() -> Shm:
+    """Size and free bytes of the host backend's folder."""
+    path = os.environ.get(SHM_DIR_VARIABLE, "/dev/shm")
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return Shm(path, None, None)
+    return Shm(path, usage.total, usage.free)
+
+
+def host_backend(shm: Shm) -> BackendRow:
+    """Conditions of shared memory between CPU ranks, in the order in which they would fail."""
+    unmet = ""
+    if sys.platform != "linux":
+        unmet = f"{sys.platform}: futexes and O_TMPFILE need Linux"
+    elif shm.free_bytes is None:
+        unmet = f"{shm.path} does not exist; set {SHM_DIR_VARIABLE} to a tmpfs"
+    elif not os.access(shm.path, os.W_OK):
+        unmet = f"{shm.path} is not writable; set {SHM_DIR_VARIABLE} to a tmpfs"
+    elif shm.free_bytes == 0:
+        unmet = f"{shm.path} is full; free it, or give the container a larger --shm-size"
+    return BackendRow("host", "cpu", not unmet, unmet)
+
+
+def nccl_backend(facts: GroupFacts, *, has_gpu: bool) -> BackendRow:
+    """Conditions that need no group; whether a group has the policy and the links shows in its own findings."""
+    found = findings(facts)
+    blocking = next((f for f in found if f.severity == "blocks"), None)
+    if blocking is not None:
+        return BackendRow("nccl", "cuda", False, first_line(blocking))
+    if not has_gpu:
+        return BackendRow("nccl", "cuda", False, "no CUDA device (torch.cuda.is_available() is False)")
+    degrading = next((f for f in found if f.severity == "degrades" and f.code != "policy_not_zero"), None)
+    return BackendRow("nccl", "cuda", True, "" if degrading is None else first_line(degrading))
+
+
+def nvlink() -> NvLink:
+    """Link states from pynvml where it can be imported, else ``nvidia-smi``'s matrix, else unknown."""
+    try:
+        return NvLink("pynvml", active_links=_nvml_links(importlib.import_module("pynvml")))
+    except ImportError:
+        return _topology()
+
+
+def _nvml_links(nvml: Any) -> list[int]:
+    nvml.nvmlInit()
+    try:
+        links = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle, active = nvml.nvmlDeviceGetHandleByIndex(index), 0
+            for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+                try:
+                    active += nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
+                except nvml.NVMLError:  # "not supported": the GPU has fewer links
+                    break
+            links.append(active)
+        return links
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _topology() -> NvLink:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return NvLink()
+    try:
+        done = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return NvLink()
+    lines = [line.rstrip() for line in done.stdout.replace("\x1b[4m", "").replace("\x1b[0m", "").splitlines()]
+    return NvLink("nvidia-smi", topology=[line for line in lines if line.startswith(("GPU", "\tGPU"))])

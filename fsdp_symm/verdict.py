@@ -1,0 +1,47 @@
+"""What will move each planned group's bytes, and what stands in the way: facts of the live groups, judged by guards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_symm import guards
+from fsdp_symm.compat import ROLES, Role
+from fsdp_symm.plan import GroupPlan
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement on one process group.
+
+    Attributes:
+        engines: by role, who will move the bytes and why.
+        blocked: why the group must stay on the plain path, ``None`` if it need not.
+        downgrades: texts about groups that work, but not by the engine that was asked for.
+        advice: texts that a user should know.
+    """
+
+    engines: dict[Role, tuple[str, str]]
+    blocked: str | None = None
+    downgrades: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+
+
+def judge(plan: GroupPlan, *, timeout_s: float) -> Verdict:
+    """Judge one planned group. Collective over the group where its backend is not the host's.
+
+    Raises:
+        SymmMemTimeoutError: a rank did not come.
+    """
+    if plan.backend == "host":
+        return Verdict(dict.fromkeys(ROLES, ("host", "shared memory, one host")))
+    facts = guards.collect(plan.group, plan.device, timeout_s=timeout_s)
+    # A reduce-scatter never runs on copy engines: its group needs no policy.
+    gathers = any(ring.role == "all_gather" for ring in plan.rings)
+    findings = [f for f in guards.findings(facts) if gathers or f.code != "policy_not_zero"]
+    blocks = [f.text for f in findings if f.severity == "blocks"]
+    return Verdict(
+        engines={role: guards.expected_engine(facts, role) for role in ROLES},
+        blocked="\n".join(blocks) or None,
+        downgrades=tuple(f.text for f in findings if f.severity == "degrades"),
+        advice=tuple(f.text for f in findings if f.severity == "warns"),
+    )

@@ -1,0 +1,81 @@
+"""NCCL's own collectives on registered slots: copy engines for all-gather under the zero-CTA policy, symmetric kernels
+for reduce-scatter.
+
+NCCL recognises a slot by its address and picks the engine; the calls are FSDP2's own. Only the reduce-scatter's op is
+rewritten, since symmetric kernels know SUM, and AVG from NCCL 2.30.3 on (sym_kernels.cc, symmetric_sched.cc).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fsdp_symm import compat, compat_nccl
+from fsdp_symm.memory.arena import Lease
+from fsdp_symm.memory.nccl import NcclSegment
+
+_FIRST_SYMMETRIC_AVG = (2, 30, 3)
+
+
+def rewrite_op(op: object, world_size: int, nccl_version: tuple[int, ...]) -> tuple[object, float | None]:
+    """The op that a symmetric kernel can run, and the factor for its output (``None``: none).
+
+    AVG stays AVG where NCCL has it, else it is SUM and 1/W; PREMUL_SUM(f) is SUM and f; all others stay. Scaling after
+    the sum equals NCCL's scaling of each input for powers of two and rounds less otherwise.
+    """
+    kinds = compat.ReduceOpKind
+    kind = op.op if hasattr(op, "op") else op  # type: ignore[attr-defined]
+    factor = compat.premul_factor(op)
+    if factor is not None:
+        return dist.ReduceOp.SUM, None if factor == 1.0 else factor
+    if kind == kinds.AVG and nccl_version < _FIRST_SYMMETRIC_AVG:
+        return dist.ReduceOp.SUM, 1.0 / world_size
+    return op, None
+
+
+class NcclWire:
+    """Runs the collectives of one arena on its group."""
+
+    def __init__(self, segment: NcclSegment, group: dist.ProcessGroup) -> None:
+        self._segment = segment
+        self._group = group
+        self._version = compat_nccl.nccl_runtime_version()
+
+    def all_gather(
+        self, output: torch.Tensor, lease: Lease, epoch: int, *, module: str, async_op: bool
+    ) -> dist.Work | None:
+        """In-place all-gather on the slot; arguments as for :meth:`fsdp_symm.wire.host.HostWire.all_gather`."""
+        self._segment.check_health(f"all_gather of {module!r} (epoch {epoch})")
+        chunk = output.numel() // self._group.size()
+        own = output.narrow(0, self._group.rank() * chunk, chunk)
+        work = compat.plain_comm("all_gather")(output, own, self._group, async_op)
+        if async_op and work is not None:
+            return work  # the event of a stream that waits for the work is FSDP2's own copy-out
+        self._segment.used(lease.index)
+        return work
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        op: object,
+        lease: Lease,
+        epoch: int,
+        *,
+        module: str,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Reduce-scatter from the slot into ordinary memory; arguments as for the host wire."""
+        self._segment.check_health(f"reduce_scatter of {module!r} (epoch {epoch})")
+        rewritten, factor = rewrite_op(op, self._group.size(), self._version)
+        work = compat.plain_comm("reduce_scatter")(output, input_, self._group, rewritten, async_op)
+        if factor is not None:
+            if work is not None:
+                work.wait()  # orders the current stream, not the host
+            output.mul_(factor)
+        if not async_op:
+            self._segment.used(lease.index)
+        return work
+
+    def close(self) -> None:
+        """Nothing runs beside the caller's streams."""
