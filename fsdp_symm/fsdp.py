@@ -193,14 +193,17 @@ def set_symm_mem_for_comm(
             )
         )
     members, skips = select(model, options)
-    _announce(skips, options.strict)
+    groups = compat.param_groups(model)
     plans = make_plan(
+        groups,
         members,
         prefetch_depth=compat.prefetch_depth(model),
-        input_buffers=compat.reduce_scatter_input_buffers(compat.param_groups(model)),
+        input_buffers=compat.reduce_scatter_input_buffers(groups),
         slots=slots,
     )
     agree(plans, options=options.digest_text(), timeout_s=timeout_s)
+    _announce(members, skips, options.strict)
+    plans = tuple(plan for plan in plans if plan.rings)
     verdicts = {plan.name: judge(plan, timeout_s=timeout_s) for plan in plans}
     _announce_verdicts(plans, verdicts, options.strict)
     arenas = allocate(plans, verdicts, options)
@@ -210,8 +213,17 @@ def set_symm_mem_for_comm(
     return SymmMemHandle(report, arenas, counters, installed)
 
 
-def _announce(skips: list[Skip], strict: bool) -> None:
-    """Raise or warn about everything that was asked for and cannot be had, in one text."""
+def _announce(members: list[Member], skips: list[Skip], strict: bool) -> None:
+    """Raise or warn about everything that was asked for and cannot be had, in one text; warn if nothing is left."""
+    if not members and any(skip.moves for skip in skips):
+        reasons = dict.fromkeys(skip.reason for skip in skips if skip.moves)
+        text = problem(
+            "set_symm_mem_for_comm: nothing was switched",
+            found="; ".join(reasons),
+            expected="at least one collective to move",
+            fix="loosen min_bytes or modules, or leave the call out",
+        )
+        warnings.warn(text, SymmMemFallbackWarning, stacklevel=3)
     downgrades = [skip for skip in skips if skip.downgrade]
     if not downgrades:
         return

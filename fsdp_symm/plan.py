@@ -144,26 +144,41 @@ def _align(nbytes: int) -> int:
     return -(-nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
+def process_groups(groups: Iterable[ParamGroup]) -> list[dist.ProcessGroup]:
+    """Every process group that the model's sharded communication uses, in FQN order, served or not."""
+    found: dict[str, dist.ProcessGroup] = {}
+    for group in groups:
+        if group.kind != "replicate" and compat.shard_group(group).size() > 1:
+            for role in compat.ROLES:
+                for process_group in role_groups(group, role):
+                    found.setdefault(compat.group_name(process_group), process_group)
+    return list(found.values())
+
+
 def make_plan(
-    members: Iterable[Member], *, prefetch_depth: int, input_buffers: int, slots: int | None = None
+    groups: Iterable[ParamGroup],
+    members: Iterable[Member],
+    *,
+    prefetch_depth: int,
+    input_buffers: int,
+    slots: int | None = None,
 ) -> tuple[GroupPlan, ...]:
-    """Arrange members into one plan per process group, groups in order of their first member.
+    """Arrange members into one plan for every process group that the model uses.
+
+    A group without members has an empty plan: its ranks still compare it, since another rank may have planned more.
 
     Args:
+        groups: the model's param groups, in FQN order.
         members: what takes part, in FQN order.
         prefetch_depth: D, at least 1.
         input_buffers: K, at least 1.
         slots: lower bound on the all-gather slots of every ring, for programs that unshard early by hand.
     """
-    order: list[dist.ProcessGroup] = []
-    by_group: dict[str, list[Member]] = {}
+    order = process_groups(groups)
+    by_group: dict[str, list[Member]] = {compat.group_name(process_group): [] for process_group in order}
     for item in members:
         for process_group in item.process_groups:
-            name = compat.group_name(process_group)
-            if name not in by_group:
-                by_group[name] = []
-                order.append(process_group)
-            by_group[name].append(item)
+            by_group[compat.group_name(process_group)].append(item)
     plans = []
     for process_group in order:
         name, ranks = compat.group_name(process_group), compat.group_ranks(process_group)
@@ -174,7 +189,8 @@ def make_plan(
             for role in compat.ROLES
             if any(m.role == role for m in items)
         )
-        plans.append(GroupPlan(process_group, items[0].backend, items[0].group.device, needs, rings))
+        backend, device = (items[0].backend, items[0].group.device) if items else ("none", torch.device("meta"))
+        plans.append(GroupPlan(process_group, backend, device, needs, rings))
     return tuple(plans)
 
 

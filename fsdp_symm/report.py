@@ -76,7 +76,7 @@ class SymmMemStats:
             arena_bytes=arena_bytes,
             calls={role: dict(by_engine) for role, by_engine in counters.calls.items()},
             bytes_moved={role: dict(by_engine) for role, by_engine in counters.bytes_moved.items()},
-            wait_s=wait_s,
+            wait_s=float(wait_s),
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from fsdp_symm import SymmMemAllGather, SymmMemArena, SymmMemReduceScatter, set_symm_mem_for_comm
 from fsdp_symm.errors import SymmMemError
@@ -145,6 +146,10 @@ def test_close_on_one_rank_only_is_named(ranks2: Ranks) -> None:
 # --- ranks that differ -------------------------------------------------------------------------------------
 
 
+class MyAllGather(DefaultAllGather):
+    """A comm that one rank alone has set."""
+
+
 def _differing_plan(kind: str) -> None:
     mine = dist.get_rank() == 1
     arguments: dict[str, Any] = {}
@@ -155,9 +160,15 @@ def _differing_plan(kind: str) -> None:
         options = Options(frozen=True)
     elif kind == "min_bytes":
         arguments["min_bytes"] = 100 if mine else 0
+    elif kind == "nothing_left":
+        arguments["min_bytes"] = 10**9 if mine else 0
+    elif kind == "custom_comm" and mine:
+        model = build(options)
+        model.blocks[1].set_custom_all_gather(MyAllGather())
     elif kind == "callable":
         arguments["modules"] = (lambda n, m: n != "blocks.2") if mine else (lambda n, m: True)
-    model = build(options)
+    if kind != "custom_comm" or not mine:
+        model = build(options)
     before = [g._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm for g in model.blocks]
     try:
         set_symm_mem_for_comm(model, timeout_s=20, **arguments)
@@ -173,6 +184,8 @@ def _differing_plan(kind: str) -> None:
         ("frozen", "'reduce_scatter"),
         ("min_bytes", "min_bytes=0"),
         ("callable", "blocks.2"),
+        ("nothing_left", "min_bytes=1000000000"),
+        ("custom_comm", "all_gather blocks.1"),
     ],
 )
 def test_a_differing_plan_fails_at_the_switch_with_the_first_difference(

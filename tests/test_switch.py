@@ -233,6 +233,21 @@ def test_several_param_groups_a_module(ranks4: Ranks) -> None:
     assert set(calls["all_gather"]) == {"host"}
 
 
+def _nothing_switched() -> tuple[list[str], int]:
+    model = build(Options())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with set_symm_mem_for_comm(model, min_bytes=10**9, strict=True) as handle:
+            stats = handle.stats()
+    return [str(w.message) for w in seen], stats.arena_bytes
+
+
+def test_a_switch_that_moves_nothing_says_so(ranks2: Ranks) -> None:
+    texts, arena_bytes = ranks2.run(_nothing_switched)[0]
+    assert arena_bytes == 0
+    assert any("nothing was switched\n  found: " in t and "bytes < min_bytes=1000000000" in t for t in texts)
+
+
 # --- other users of FSDP2's hooks --------------------------------------------------------------------------
 
 
