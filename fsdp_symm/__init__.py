@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fsdp_symm.fsdp import SymmMemHandle, set_symm_mem_for_comm
     from fsdp_symm.memory.arena import SymmMemArena
     from fsdp_symm.memory.mixin import SymmMemAllocMixin
+    from fsdp_symm.zero_cta import cta_policy, zero_cta_mesh, zero_cta_options
 
 __all__ = [
     "SymmMemAllGather",
@@ -20,7 +21,10 @@ __all__ = [
     "SymmMemArena",
     "SymmMemHandle",
     "SymmMemReduceScatter",
+    "cta_policy",
     "set_symm_mem_for_comm",
+    "zero_cta_mesh",
+    "zero_cta_options",
 ]
 
 __version__ = "0.1.0"
@@ -31,7 +35,10 @@ _HOMES = {
     "SymmMemArena": "fsdp_symm.memory.arena",
     "SymmMemHandle": "fsdp_symm.fsdp",
     "SymmMemReduceScatter": "fsdp_symm.collectives",
+    "cta_policy": "fsdp_symm.zero_cta",
     "set_symm_mem_for_comm": "fsdp_symm.fsdp",
+    "zero_cta_mesh": "fsdp_symm.zero_cta",
+    "zero_cta_options": "fsdp_symm.zero_cta",
 }
 
 

@@ -23,20 +23,20 @@ from fsdp_symm.zero_cta import zero_cta_options
 
 @dataclass
 class Arenas:
-    """The arenas of one handle, by role and the name of the process group whose calls they answer."""
+    """The arenas of one handle, by role, root module, and name of the process group whose calls they answer."""
 
     all: tuple[SymmMemArena, ...] = ()
-    by_call: dict[tuple[Role, str], SymmMemArena] = field(default_factory=dict)
+    by_call: dict[tuple[Role, str, str], SymmMemArena] = field(default_factory=dict)
     own_groups: tuple[dist.ProcessGroup, ...] = ()
 
-    def find(self, role: Role, group_name: str) -> SymmMemArena | None:
-        """The arena that answers a role's calls on a process group."""
-        return self.by_call.get((role, group_name))
+    def find(self, role: Role, root: str, group_name: str) -> SymmMemArena | None:
+        """The arena that answers a role's calls on a process group, for the modules below ``root``."""
+        return self.by_call.get((role, root, group_name))
 
-    def add(self, arena: SymmMemArena, rings: tuple[Ring, ...]) -> None:
+    def add(self, arena: SymmMemArena, root: str, rings: tuple[Ring, ...]) -> None:
         """Take an arena in for the roles of its rings."""
         self.all += (arena,)
-        self.by_call.update({(ring.role, arena.group_name): arena for ring in rings})
+        self.by_call.update({(ring.role, root, arena.group_name): arena for ring in rings})
 
     def close(self) -> None:
         """Close wires, then arenas, the last one first; one failure does not keep the others. Collective."""
@@ -88,7 +88,7 @@ def _allocate_plan(plan: GroupPlan, arenas: Arenas, verdicts: dict[str, Verdict]
                 serves=plan.group,
                 timeout_s=options.timeout_s,
             )
-            arenas.add(arena, rings)
+            arenas.add(arena, plan.root, rings)
     except SymmMemUnavailableError as error:
         if options.strict:
             raise SymmMemConfigError(str(error)) from error

@@ -88,6 +88,7 @@ class ParamGroup:
         kind: ``"fsdp"``, ``"hsdp"`` or ``"replicate"``.
         native: torch's own object, for this file alone.
         modules: the modules that the group covers.
+        root: FQN of the outermost FSDP module above; FSDP2 keeps buffers alive per root (``FSDPCommContext``).
     """
 
     fqn: str
@@ -96,6 +97,7 @@ class ParamGroup:
     kind: Literal["fsdp", "hsdp", "replicate"]
     native: Any
     modules: tuple[nn.Module, ...]
+    root: str
 
     @property
     def label(self) -> str:
@@ -123,27 +125,45 @@ def _kind(native: Any) -> Literal["fsdp", "hsdp", "replicate"]:
     return "hsdp" if replicated else "fsdp"
 
 
-def param_groups(model: nn.Module) -> list[ParamGroup]:
-    """All param groups below ``model`` in FQN order; a root that owns no parameters contributes none."""
-    names: dict[int, list[str]] = {}
-    states: dict[int, Any] = {}
+def _states(model: nn.Module) -> list[tuple[Any, list[str]]]:
+    """FSDP states below ``model`` with the names of their modules, in FQN order."""
+    found: dict[int, tuple[Any, list[str]]] = {}
     for name, module in model.named_modules():
         state = _fsdp_state(module)
         if state is not None:
-            states[id(state)] = state
-            names.setdefault(id(state), []).append(name or "<root>")
+            found.setdefault(id(state), (state, []))[1].append(name)
+    return list(found.values())
+
+
+def _roots(names: list[list[str]]) -> list[str]:
+    """The root above each state: ``named_modules`` is pre-order, so the first FSDP module on a path is its root."""
+    roots: list[str] = []
+    answers = []
+    for first, *_ in names:
+        above = [r for r in roots if r == "" or first.startswith(f"{r}.")]
+        if not above:
+            roots.append(first)
+        answers.append(above[0] if above else first)
+    return answers
+
+
+def param_groups(model: nn.Module) -> list[ParamGroup]:
+    """All param groups below ``model`` in FQN order; a root that owns no parameters contributes none."""
     groups = []
-    for key, state in states.items():
+    states = _states(model)
+    roots = _roots([names for _, names in states])
+    for (state, names), root in zip(states, roots, strict=True):
         natives = state._fsdp_param_groups  # torch 2.13-2.15: a list, empty without parameters
         for index, native in enumerate(natives):
             groups.append(
                 ParamGroup(
-                    fqn=",".join(names[key]),
+                    fqn=",".join(name or "<root>" for name in names),
                     index=index,
                     siblings=len(natives),
                     kind=_kind(native),
                     native=native,
                     modules=tuple(native.modules),
+                    root=root,
                 )
             )
     return groups
@@ -159,17 +179,35 @@ def has_fsdp_modules(model: nn.Module) -> bool:
     return any(isinstance(m, FSDPModule) for m in model.modules())
 
 
-def prefetch_depth(model: nn.Module) -> int:
-    """Longest explicit prefetch list below ``model``, at least 1 for FSDP2's implicit prefetch.
+@dataclass(frozen=True)
+class PrefetchNode:
+    """One FSDP module in FQN order: its param groups, and the positions of the modules that it prefetches."""
 
-    torch 2.13-2.15: ``FSDPState._states_to_forward_prefetch`` and ``_states_to_backward_prefetch``.
+    groups: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def prefetch_nodes(model: nn.Module) -> list[PrefetchNode]:
+    """The explicit prefetch lists below ``model`` (``set_modules_to_forward_prefetch`` and its backward twin).
+
+    torch 2.13-2.15: ``FSDPState._states_to_forward_prefetch`` and ``_states_to_backward_prefetch``. Modules outside
+    ``model`` are left out.
     """
-    depth = 1
-    for module in model.modules():
-        state = _fsdp_state(module)
-        if state is not None:
-            depth = max(depth, len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch))
-    return depth
+    states = [state for state, _ in _states(model)]
+    position = {id(state): index for index, state in enumerate(states)}
+
+    def places(targets: list[Any]) -> tuple[int, ...]:
+        return tuple(position[id(t)] for t in targets if id(t) in position)
+
+    return [
+        PrefetchNode(
+            len(state._fsdp_param_groups),
+            places(state._states_to_forward_prefetch),
+            places(state._states_to_backward_prefetch),
+        )
+        for state in states
+    ]
 
 
 def reduce_scatter_input_buffers(groups: list[ParamGroup]) -> int:

@@ -20,14 +20,15 @@ from fsdp_symm.allocation import Arenas, allocate
 from fsdp_symm.collectives import SymmMemAllGather, SymmMemReduceScatter
 from fsdp_symm.compat import ParamGroup, Role
 from fsdp_symm.decisions import make_report
-from fsdp_symm.errors import SymmMemConfigError, problem
+from fsdp_symm.errors import SymmMemConfigError, SymmMemError, problem
 from fsdp_symm.memory.arena import SymmMemArena
 from fsdp_symm.memory.counters import Counters
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
-from fsdp_symm.plan import GroupPlan, Member, agree, make_plan
+from fsdp_symm.plan import Member, agree, make_plan
 from fsdp_symm.report import SymmMemReport, SymmMemStats, render
+from fsdp_symm.schedule import all_gather_slots
 from fsdp_symm.selection import Backend, ModuleFilter, Skip, SwitchOptions, select
-from fsdp_symm.verdict import Verdict, judge
+from fsdp_symm.verdict import Verdict, judge_all
 
 _COMMS: dict[Role, type[SymmMemAllGather] | type[SymmMemReduceScatter]] = {
     "all_gather": SymmMemAllGather,
@@ -128,6 +129,8 @@ class SymmMemHandle:
         self._arenas.abandon(reason)
 
     def __enter__(self) -> Self:
+        if self._closed:
+            raise SymmMemError("SymmMemHandle: found a closed handle, expected a live one, fix: call the switch again")
         return self
 
     def __exit__(
@@ -197,18 +200,24 @@ def set_symm_mem_for_comm(
     plans = make_plan(
         groups,
         members,
-        prefetch_depth=compat.prefetch_depth(model),
+        schedule_slots=all_gather_slots(compat.prefetch_nodes(model)),
         input_buffers=compat.reduce_scatter_input_buffers(groups),
         slots=slots,
     )
     agree(plans, options=options.digest_text(), timeout_s=timeout_s)
     _announce(members, skips, options.strict)
     plans = tuple(plan for plan in plans if plan.rings)
-    verdicts = {plan.name: judge(plan, timeout_s=timeout_s) for plan in plans}
-    _announce_verdicts(plans, verdicts, options.strict)
+    verdicts = judge_all(plans, timeout_s=timeout_s)
+    _announce_verdicts(verdicts, options.strict)
     arenas = allocate(plans, verdicts, options)
     counters = Counters()
-    installed = _install(members, arenas, counters, strict)
+    served: list[tuple[ParamGroup, Role]] = [
+        (m.group, m.role)
+        for m in members
+        if any(arenas.find(m.role, m.group.root, compat.group_name(g)) for g in m.process_groups)
+    ]
+    watched = [(s.group, s.role) for s in skips if s.watched]
+    installed = _install(served + watched, arenas, counters, strict)
     report = make_report(members, plans, skips, verdicts)
     return SymmMemHandle(report, arenas, counters, installed)
 
@@ -238,10 +247,9 @@ def _announce(members: list[Member], skips: list[Skip], strict: bool) -> None:
     warnings.warn(text, SymmMemFallbackWarning, stacklevel=3)
 
 
-def _announce_verdicts(plans: tuple[GroupPlan, ...], verdicts: dict[str, Verdict], strict: bool) -> None:
+def _announce_verdicts(verdicts: dict[str, Verdict], strict: bool) -> None:
     """Raise or warn about groups that cannot be had as asked for; say what else a user should know."""
-    for plan in plans:
-        verdict = verdicts[plan.name]
+    for verdict in verdicts.values():
         downgrades = [*([verdict.blocked] if verdict.blocked else []), *verdict.downgrades]
         if downgrades and strict:
             raise SymmMemConfigError("\n".join(downgrades))
@@ -249,15 +257,14 @@ def _announce_verdicts(plans: tuple[GroupPlan, ...], verdicts: dict[str, Verdict
             warnings.warn(text, SymmMemFallbackWarning, stacklevel=4)
 
 
-def _install(members: list[Member], arenas: Arenas, counters: Counters, strict: bool) -> tuple[_Installed, ...]:
+def _install(
+    chosen: list[tuple[ParamGroup, Role]], arenas: Arenas, counters: Counters, strict: bool
+) -> tuple[_Installed, ...]:
     entries = []
-    for item in members:
-        if not any(arenas.find(item.role, compat.group_name(g)) for g in item.process_groups):
-            continue  # every group of it is blocked: the plain path stays, as reported
-        comm = _COMMS[item.role](
-            _chooser(item.group, item.role, arenas), module=item.group.label, strict=strict, counters=counters
-        )
-        entries.append(_Installed(item.group, item.role, comm, compat.get_comm(item.group, item.role)))
+    for group, role in chosen:
+        choose = _chooser(group, role, arenas)
+        comm = _COMMS[role](choose, module=group.label, strict=strict, counters=counters)
+        entries.append(_Installed(group, role, comm, compat.get_comm(group, role)))
     for entry in entries:  # plain attribute writes: nothing here can fail half-way
         compat.set_comm(entry.group, entry.role, entry.comm)
     return tuple(entries)
@@ -268,4 +275,4 @@ def _chooser(group: ParamGroup, role: Role, arenas: Arenas) -> Callable[[], Symm
     current: Callable[[ParamGroup], dist.ProcessGroup] = (
         compat.all_gather_group if role == "all_gather" else compat.reduce_scatter_group
     )
-    return lambda: arenas.find(role, compat.group_name(current(group)))
+    return lambda: arenas.find(role, group.root, compat.group_name(current(group)))

@@ -49,8 +49,8 @@ class BufferNeed:
 class Ring:
     """Slots of one role in one process group's arena; every slot holds the role's largest buffer.
 
-    Slots are handed out in call order and must be free again when their turn comes round. For a ring that takes any
-    order of modules, ``slots`` buffers of the largest size are both sufficient and, in the worst order, necessary.
+    Slots are handed out in call order and must be free again when their turn comes round: ``slots`` counts how many
+    later buffers one buffer may have to outlive, not only how many are alive at once.
     """
 
     role: Role
@@ -70,6 +70,7 @@ class GroupPlan:
     group: dist.ProcessGroup = field(compare=False, repr=False)
     backend: str
     device: torch.device
+    root: str
     needs: tuple[BufferNeed, ...]
     rings: tuple[Ring, ...]
 
@@ -90,7 +91,7 @@ class GroupPlan:
         """The plan as text, one fact a line: what the digest covers and what a mismatch quotes."""
         return [
             f"options {options}",
-            f"backend {self.backend} on {self.device.type}",
+            f"backend {self.backend} on {self.device.type}, root {self.root!r}",
             *(f"ring {r.role} {r.slots} slots of {r.slot_bytes} bytes" for r in self.rings),
             *(f"{n.role} {n.label} {n.nbytes} bytes {n.dtype}" for n in self.needs),
         ]
@@ -128,15 +129,15 @@ def member(group: ParamGroup, role: Role, backend: str) -> Member:
     return Member(group, role, role_groups(group, role), backend, nbytes, dtype)
 
 
-def slots_needed(role: Role, *, prefetch_depth: int, input_buffers: int, groups_per_module: int) -> int:
-    """How many buffers of a role FSDP2 keeps alive at once (read in torch 2.13-2.15, ``_fsdp_param_group.py``).
+def slots_needed(role: Role, *, schedule_slots: int, input_buffers: int, groups_per_module: int) -> int:
+    """How many slots a role's ring needs (read in torch 2.13-2.15, ``_fsdp_param_group.py``).
 
-    All-gather: the output just copied out is parked until the next copy-out (1), and every prefetched module holds
-    one output per param group (D x G). Reduce-scatter: K inputs are kept, and only a module's last param group
-    reclaims (K - 1 + G).
+    All-gather: what the replay of the prefetch lists says (:mod:`fsdp_symm.schedule`), and never less than the output
+    just copied out plus one prefetched module (1 + G). Reduce-scatter: K inputs are kept, and only a module's last
+    param group reclaims (K - 1 + G).
     """
     if role == "all_gather":
-        return 1 + prefetch_depth * groups_per_module
+        return max(schedule_slots, 1 + groups_per_module)
     return input_buffers - 1 + groups_per_module
 
 
@@ -144,60 +145,61 @@ def _align(nbytes: int) -> int:
     return -(-nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
-def process_groups(groups: Iterable[ParamGroup]) -> list[dist.ProcessGroup]:
-    """Every process group that the model's sharded communication uses, in FQN order, served or not."""
-    found: dict[str, dist.ProcessGroup] = {}
+def process_groups(groups: Iterable[ParamGroup]) -> list[tuple[dist.ProcessGroup, str]]:
+    """Every (process group, root) of the model's sharded communication, in FQN order, served or not."""
+    found: dict[tuple[str, str], dist.ProcessGroup] = {}
     for group in groups:
         if group.kind != "replicate" and compat.shard_group(group).size() > 1:
             for role in compat.ROLES:
                 for process_group in role_groups(group, role):
-                    found.setdefault(compat.group_name(process_group), process_group)
-    return list(found.values())
+                    found.setdefault((compat.group_name(process_group), group.root), process_group)
+    return [(process_group, root) for (_, root), process_group in found.items()]
 
 
 def make_plan(
     groups: Iterable[ParamGroup],
     members: Iterable[Member],
     *,
-    prefetch_depth: int,
+    schedule_slots: int,
     input_buffers: int,
     slots: int | None = None,
 ) -> tuple[GroupPlan, ...]:
-    """Arrange members into one plan for every process group that the model uses.
+    """Arrange members into one plan for every process group and root that the model uses.
 
-    A group without members has an empty plan: its ranks still compare it, since another rank may have planned more.
+    FSDP2 keeps buffers alive per root, so several roots over one process group need rings of their own. A group
+    without members has an empty plan: its ranks still compare it, since another rank may have planned more.
 
     Args:
         groups: the model's param groups, in FQN order.
         members: what takes part, in FQN order.
-        prefetch_depth: D, at least 1.
+        schedule_slots: what :func:`fsdp_symm.schedule.all_gather_slots` says.
         input_buffers: K, at least 1.
         slots: lower bound on the all-gather slots of every ring, for programs that unshard early by hand.
     """
     order = process_groups(groups)
-    by_group: dict[str, list[Member]] = {compat.group_name(process_group): [] for process_group in order}
+    by_group: dict[tuple[str, str], list[Member]] = {(compat.group_name(g), root): [] for g, root in order}
     for item in members:
         for process_group in item.process_groups:
-            by_group[compat.group_name(process_group)].append(item)
+            by_group[compat.group_name(process_group), item.group.root].append(item)
     plans = []
-    for process_group in order:
+    for process_group, root in order:
         name, ranks = compat.group_name(process_group), compat.group_ranks(process_group)
-        items = by_group[name]
+        items = by_group[name, root]
         needs = tuple(BufferNeed(m.group.label, m.role, ranks, name, m.nbytes, m.dtype) for m in items)
         rings = tuple(
-            _ring(role, [m for m in items if m.role == role], prefetch_depth, input_buffers, slots)
+            _ring(role, [m for m in items if m.role == role], schedule_slots, input_buffers, slots)
             for role in compat.ROLES
             if any(m.role == role for m in items)
         )
         backend, device = (items[0].backend, items[0].group.device) if items else ("none", torch.device("meta"))
-        plans.append(GroupPlan(process_group, backend, device, needs, rings))
+        plans.append(GroupPlan(process_group, backend, device, root, needs, rings))
     return tuple(plans)
 
 
-def _ring(role: Role, items: list[Member], depth: int, buffers: int, slots: int | None) -> Ring:
+def _ring(role: Role, items: list[Member], schedule_slots: int, buffers: int, slots: int | None) -> Ring:
     count = slots_needed(
         role,
-        prefetch_depth=depth,
+        schedule_slots=schedule_slots,
         input_buffers=buffers,
         groups_per_module=max(m.group.siblings for m in items),
     )

@@ -9,6 +9,8 @@ up withdraws its payload and its count: the next attempt meets again.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,14 +44,24 @@ def exchange_many(
     """:func:`exchange` over several groups at once: all payloads are published before any is awaited, so that the
     order in which different ranks list their groups cannot deadlock."""
     store = compat.default_store()
-    seats = [_Seat.take(store, group, payload) for group, payload in items]
+    seats: list[_Seat] = []
+    try:
+        for group, payload in items:
+            seats.append(_Seat.take(store, group, payload, what))
+        return _collect(store, seats, what, timeout_s, fix)
+    except BaseException:  # Ctrl-C too: the next attempt must meet the peers in the same round
+        for seat in seats:
+            with contextlib.suppress(RuntimeError):  # the store may be what failed
+                seat.leave(store)
+        raise
+
+
+def _collect(store: compat.Store, seats: list[_Seat], what: str, timeout_s: float, fix: str) -> list[list[bytes]]:
     deadline = time.monotonic() + timeout_s
     answers = [seat.collect(store, deadline) for seat in seats]
     for seat, found in zip(seats, answers, strict=True):
         missing = [r for r in seat.ranks if r not in found]
         if missing:
-            for taken in seats:
-                taken.leave(store)
             raise SymmMemTimeoutError(
                 problem(
                     f"{what}: ranks {missing} of group {list(seat.ranks)} did not arrive within {timeout_s:g} s",
@@ -65,19 +77,21 @@ def exchange_many(
 class _Seat:
     """This rank's place in one exchange."""
 
+    table: str  # what meets: a set of ranks, and a step, so that steps never mix after one rank gave up
     ranks: tuple[int, ...]
     rank: int
     round: int
 
     @staticmethod
-    def take(store: compat.Store, group: dist.ProcessGroup, payload: bytes) -> _Seat:
+    def take(store: compat.Store, group: dist.ProcessGroup, payload: bytes, what: str) -> _Seat:
         ranks, rank = compat.group_ranks(group), dist.get_rank()
-        seat = _Seat(ranks, rank, store.add(f"{_name(ranks)}/rounds/{rank}", 1))
+        table = f"fsdp_symm/{'-'.join(map(str, ranks))}/{hashlib.sha256(what.encode()).hexdigest()[:8]}"
+        seat = _Seat(table, ranks, rank, store.add(f"{table}/rounds/{rank}", 1))
         store.set(seat.key(rank), payload)  # type: ignore[arg-type]  # the stub says str; bytes work
         return seat
 
     def key(self, rank: int) -> str:
-        return f"{_name(self.ranks)}/{self.round}/{rank}"
+        return f"{self.table}/{self.round}/{rank}"
 
     def collect(self, store: compat.Store, deadline: float) -> dict[int, bytes]:
         """Payloads of the ranks that came before the deadline."""
@@ -101,8 +115,4 @@ class _Seat:
 
     def leave(self, store: compat.Store) -> None:
         store.delete_key(self.key(self.rank))
-        store.add(f"{_name(self.ranks)}/rounds/{self.rank}", -1)
-
-
-def _name(ranks: tuple[int, ...]) -> str:
-    return f"fsdp_symm/{'-'.join(map(str, ranks))}"
+        store.add(f"{self.table}/rounds/{self.rank}", -1)

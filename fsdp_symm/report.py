@@ -102,7 +102,7 @@ def _modules_text(modules: tuple[str, ...]) -> str:
 
 
 def render(rows: Sequence[ReportRow]) -> str:
-    """The rows as a plain-text table, as wide as the terminal, 100 columns where there is none."""
+    """The rows as a plain-text table, as wide as the terminal, and at least 100 columns."""
     table = Table(
         box=box.SIMPLE_HEAD,
         title="symmetric memory for FSDP2",
@@ -126,5 +126,5 @@ def render(rows: Sequence[ReportRow]) -> str:
         )
     out = io.StringIO()
     width = shutil.get_terminal_size((100, 24)).columns
-    Console(file=out, width=max(width, 80), color_system=None, highlight=False).print(table)
+    Console(file=out, width=max(width, 100), color_system=None, highlight=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")

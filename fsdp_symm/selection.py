@@ -6,7 +6,6 @@ Nothing is changed here; :mod:`fsdp_symm.fsdp` installs what was selected.
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +20,7 @@ from fsdp_symm.memory.mixin import SymmMemAllocMixin
 from fsdp_symm.plan import Member, member, role_groups
 
 Backend = Literal["auto", "host", "nccl"]
+MAX_SLOTS = 4096
 ModuleFilter = str | Callable[[str, nn.Module], bool] | None
 
 
@@ -56,11 +56,11 @@ class SwitchOptions:
         self._require("min_bytes", _is_int(self.min_bytes) and self.min_bytes >= 0, "an integer >= 0, in bytes")
         self._require(
             "slots",
-            self.slots is None or (_is_int(self.slots) and self.slots >= 1),
-            "None or an integer >= 1",
+            self.slots is None or (_is_int(self.slots) and 1 <= self.slots <= MAX_SLOTS),
+            f"None or an integer from 1 to {MAX_SLOTS}",
         )
         number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
-        self._require("timeout_s", number and 0 < self.timeout_s < math.inf, "seconds, finite and > 0")
+        self._require("timeout_s", number and 0.01 <= self.timeout_s <= 1e6, "seconds, from 0.01 to 1000000")
 
     def _require(self, name: str, good: bool, expected: str) -> None:
         if not good:
@@ -92,6 +92,8 @@ class Skip:
 
     Attributes:
         downgrade: True if the user asked for it and it cannot be had: a warning, or an error under ``strict``.
+        moves: False if no bytes move at all.
+        watched: True if bytes may move later: a comm is installed that serves them, or says that it cannot.
     """
 
     group: ParamGroup
@@ -99,6 +101,7 @@ class Skip:
     reason: str
     downgrade: bool = False
     moves: bool = True
+    watched: bool = False
 
     @property
     def engine(self) -> str:
@@ -112,11 +115,11 @@ def select(model: nn.Module, options: SwitchOptions) -> tuple[list[Member], list
     Raises:
         SymmMemConfigError: the model has no FSDP module, the filter matches nothing, or a process group is gone.
     """
-    if not compat.has_fsdp_modules(model):
+    if not isinstance(model, nn.Module) or not compat.has_fsdp_modules(model):
         raise SymmMemConfigError(
             problem(
                 "set_symm_mem_for_comm: the model has no FSDP2 module",
-                found=f"a {type(model).__name__} without fully_shard",
+                found=f"{type(model).__name__} without fully_shard",
                 expected="a model that went through torch.distributed.fsdp.fully_shard",
                 fix="call fully_shard(...) on the model's blocks and on the model first",
             )
@@ -174,7 +177,8 @@ def _decide(group: ParamGroup, role: Role, options: SwitchOptions, chosen: bool)
     except compat.UnsizedExtensionError as error:
         return Skip(group, role, f"the all-gather extension could not be sized ({error})", downgrade=True)
     if sized.nbytes == 0:
-        return Skip(group, role, "no trainable parameters" if role == "reduce_scatter" else "no bytes", moves=False)
+        reason = "no trainable parameters" if role == "reduce_scatter" else "no bytes"
+        return Skip(group, role, reason, moves=False, watched=role == "reduce_scatter")
     if sized.nbytes < options.min_bytes:
         return Skip(group, role, f"{sized.nbytes} bytes < min_bytes={options.min_bytes}")
     return sized

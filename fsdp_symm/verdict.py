@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_symm import guards
@@ -26,17 +27,26 @@ class Verdict:
     advice: tuple[str, ...] = ()
 
 
-def judge(plan: GroupPlan, *, timeout_s: float) -> Verdict:
-    """Judge one planned group. Collective over the group where its backend is not the host's.
+def judge_all(plans: Sequence[GroupPlan], *, timeout_s: float) -> dict[str, Verdict]:
+    """Judge every planned process group once, by name. Collective over the groups that are not the host's."""
+    by_name: dict[str, list[GroupPlan]] = {}
+    for plan in plans:
+        by_name.setdefault(plan.name, []).append(plan)
+    return {name: _judge(some, timeout_s) for name, some in by_name.items()}
+
+
+def _judge(plans: list[GroupPlan], timeout_s: float) -> Verdict:
+    """Judge one process group.
 
     Raises:
         SymmMemTimeoutError: a rank did not come.
     """
+    plan = plans[0]
     if plan.backend == "host":
         return Verdict(dict.fromkeys(ROLES, ("host", "shared memory, one host")))
     facts = guards.collect(plan.group, plan.device, timeout_s=timeout_s)
     # A reduce-scatter never runs on copy engines: its group needs no policy.
-    gathers = any(ring.role == "all_gather" for ring in plan.rings)
+    gathers = any(ring.role == "all_gather" for plan in plans for ring in plan.rings)
     findings = [f for f in guards.findings(facts) if gathers or f.code != "policy_not_zero"]
     blocks = [f.text for f in findings if f.severity == "blocks"]
     return Verdict(

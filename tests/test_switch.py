@@ -55,6 +55,9 @@ BAD_ARGUMENTS = {
     "slots": ({"slots": 0}, "bad argument slots\n  found: 0"),
     "timeout": ({"timeout_s": 0}, "bad argument timeout_s\n  found: 0"),
     "timeout_nan": ({"timeout_s": float("nan")}, "bad argument timeout_s\n  found: nan"),
+    "timeout_huge": ({"timeout_s": 10**400}, "expected: seconds, from 0.01 to 1000000"),
+    "slots_huge": ({"slots": 10**30}, "expected: None or an integer from 1 to 4096"),
+    "dedicated": ({"dedicated_all_gather": "yes"}, "bad argument dedicated_all_gather\n  found: 'yes'"),
     "timeout_text": ({"timeout_s": "60"}, "bad argument timeout_s\n  found: '60'"),
 }
 
@@ -87,7 +90,7 @@ def _no_fsdp() -> None:
 
 def test_without_fully_shard(ranks2: Ranks) -> None:
     for failure in ranks2.failures(_no_fsdp):
-        assert "the model has no FSDP2 module\n  found: a Linear without fully_shard" in failure.text
+        assert "the model has no FSDP2 module\n  found: Linear without fully_shard" in failure.text
 
 
 # --- selection and report ----------------------------------------------------------------------------------

@@ -209,7 +209,11 @@ class SymmMemArena:
             sequence = self._handed_out[role]
             slot = sequence % ring.slots
             start, first = self._starts[role]
-            self._retire(role, first + slot, owner)
+            try:
+                self._retire(role, first + slot, owner)
+            except BaseException as error:  # a timeout, or Ctrl-C: the peers must not wait for this rank
+                self.segment.fail(str(error) if isinstance(error, SymmMemError) else repr(error))
+                raise
             offset = start + slot * ring.slot_bytes
             tensor, alive = self.segment.lease(offset, nbytes)
             self._leases[first + slot] = Lease(role, slot, first + slot, offset, nbytes, owner, sequence, alive)
@@ -224,9 +228,7 @@ class SymmMemArena:
         if last.alive() is not None:
             gc.collect()  # a cycle (a kept traceback) may hold what the program has let go of
             if last.alive() is not None:
-                message = self._shortage(role, owner)
-                self.segment.fail(message)
-                raise SlotShortageError(message)
+                raise SlotShortageError(self._shortage(role, owner))
         call = f"{role} buffer of {owner!r}: slot {last.slot} held the {role} of {last.owner!r}"
         self.segment.before_reuse(last, call)
 

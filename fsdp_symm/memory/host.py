@@ -15,6 +15,7 @@ Layout of a segment, in bytes::
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import mmap
 import os
@@ -121,7 +122,7 @@ class _Mapping:
         return self.map[_TEXT_AT + 4 : _TEXT_AT + 4 + length].decode(errors="replace")
 
     def sign(self, index: int, text: str) -> None:
-        data = text.encode()[: _SIGNATURE_BYTES - 2]
+        data = _fit(text)
         at = _SIGNATURES_AT + index * _SIGNATURE_BYTES
         self.map[at : at + 2 + len(data)] = struct.pack("<H", len(data)) + data
 
@@ -131,13 +132,23 @@ class _Mapping:
         return self.map[at + 2 : at + 2 + length].decode(errors="replace")
 
 
+def _fit(text: str) -> bytes:
+    """The text, or its head and a digest of the whole where it is longer than a signature has room for."""
+    data, room = text.encode(), _SIGNATURE_BYTES - 2
+    if len(data) <= room:
+        return data
+    mark = f"...#{hashlib.sha256(data).hexdigest()[:16]}".encode()
+    return data[: room - len(mark)].decode(errors="ignore").encode() + mark
+
+
 @dataclass(frozen=True)
 class _Invitation:
-    """What a rank tells its peers about its segment."""
+    """What a rank tells its peers about its segment; ``inode`` proves that a descriptor is still the same file."""
 
     host: str
     pid: int
     descriptor: int
+    inode: str
     nbytes: int
     error: str | None
 
@@ -147,6 +158,11 @@ class _Invitation:
     @staticmethod
     def load(data: bytes) -> _Invitation:
         return _Invitation(**json.loads(data))
+
+
+def _inode(descriptor: int) -> str:
+    stat = os.fstat(descriptor)
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}"
 
 
 def _host_identity() -> str:
@@ -185,6 +201,8 @@ class HostSegment:
         self._pidfds: list[int | None] = []
         self._open(group)
         self._own = self._mappings[self.rank]
+        self._base = self._own.bytes.data_ptr() + self.data_at  # a number: it may outlive the mapping
+        self._pid = os.getpid()
 
     # --- setting up ---
 
@@ -195,7 +213,8 @@ class HostSegment:
                 descriptor = _reserve(self.nbytes)
             except SymmMemMemoryError as failure:
                 error = str(failure)
-        mine = _Invitation(_host_identity(), os.getpid(), descriptor, self.nbytes, error)
+        inode = _inode(descriptor) if descriptor >= 0 else ""
+        mine = _Invitation(_host_identity(), os.getpid(), descriptor, inode, self.nbytes, error)
         try:
             invitations = [_Invitation.load(d) for d in self._exchange(group, mine.dump())]
             self._refuse_errors([i.error for i in invitations])
@@ -240,6 +259,8 @@ class HostSegment:
             try:
                 peer = descriptor if own else os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
+                    if _inode(peer) != invitation.inode:
+                        raise FileNotFoundError(0, "another file by now: the rank has gone on without this one")
                     self._mappings.append(_Mapping(peer, invitation.nbytes))
                 finally:
                     if not own:
@@ -271,7 +292,7 @@ class HostSegment:
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where the tensor starts among the own data bytes, or ``None`` if it lies elsewhere."""
-        offset = tensor.data_ptr() - self._own.bytes.data_ptr() - self.data_at
+        offset = tensor.data_ptr() - self._base
         return offset if 0 <= offset < self.nbytes - self.data_at else None
 
     # --- signals ---
@@ -306,7 +327,7 @@ class HostSegment:
             SymmMemPeerError: quotes both calls.
         """
         theirs = self._mappings[peer].signature(slot_index)
-        if theirs != mine.encode()[: _SIGNATURE_BYTES - 2].decode(errors="replace"):
+        if theirs != _fit(mine).decode(errors="replace"):
             raise SymmMemPeerError(
                 problem(
                     "the ranks of one group issued different collectives",
@@ -371,6 +392,16 @@ class HostSegment:
         if waiting is None:
             return
         late = set(self._late(*waiting))
+        closed = [r for r, m in zip(self.ranks, self._mappings, strict=True) if r in late and m.closed.reached(1)]
+        if closed:
+            raise SymmMemPeerError(
+                problem(
+                    f"{call}: ranks {closed} of group {list(self.ranks)} have closed their symmetric memory",
+                    found="they will not come",
+                    expected="every rank to reach this call",
+                    fix="call disable() and close() on every rank alike, between steps",
+                )
+            )
         dead = [
             r
             for r, pidfd in zip(self.ranks, self._pidfds, strict=True)
@@ -390,7 +421,8 @@ class HostSegment:
         """Remember a failure and tell the peers, so that none of them waits for this rank."""
         if self._broken is None:
             self._broken = text
-            self._own.fail(text)
+            if os.getpid() == self._pid:  # a forked child must not speak for its parent
+                self._own.fail(text)
 
     # --- the end ---
 
@@ -405,6 +437,8 @@ class HostSegment:
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._pid:
+            return  # a forked child: the parent goes on
         self._own.closed.publish(1)
         try:
             if self._broken is None:
@@ -414,7 +448,8 @@ class HostSegment:
                 if pidfd is not None:
                     os.close(pidfd)
             self._broken = self._broken or "it was closed"
-            self._mappings = [self._own]
+            self._mappings = []
+            del self._own  # only tensors that are still alive keep the memory now
 
     def _await_close(self) -> None:
         deadline = time.monotonic() + self.timeout_s

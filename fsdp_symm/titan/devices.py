@@ -1,16 +1,19 @@
-"""Which GPU a rank uses, and NCCL communicators with the zero-CTA policy. Nothing here runs on CPU."""
+"""Which GPU a rank uses, which backend serves it, and NCCL communicators with the zero-CTA policy."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import MutableMapping
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from fsdp_symm.titan.overlay import ConfigError
+from fsdp_symm import compat_nccl
+from fsdp_symm.errors import SymmMemConfigError
+from fsdp_symm.titan.overlay import ConfigError, FieldError
+from fsdp_symm.zero_cta import POLICY_VARIABLE, parse_policy, zero_cta_options
+
+logger = logging.getLogger(__name__)
 
 SHARE_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
@@ -36,7 +39,7 @@ def device_index(local_rank: int, local_ranks: int, gpus: int, *, share: bool, m
         return 0
     raise ConfigError(
         f"devices: found {local_ranks} ranks for {gpus} GPU(s) on this host; expected at most one rank a GPU;"
-        f" fix: torchrun --nproc-per-node {gpus}, or set {SHARE_VARIABLE}=1 to share GPUs (NCCL 2.30 or newer)"
+        f" fix: torchrun --nproc-per-node {gpus}, or set {SHARE_VARIABLE}=1 to share GPUs (NCCL 2.30.7 or newer)"
     )
 
 
@@ -64,18 +67,32 @@ def place_this_rank() -> None:
         place_rank(os.environ, torch.cuda.device_count())
 
 
-def init_zero_cta_process_group(device: torch.device, timeout_s: float) -> None:
-    """Create the default NCCL group so that its collectives use no SMs where NCCL can (copy engines).
+def check_backend(backend: str, *, on_cpu: bool) -> None:
+    """Refuse a backend that does not serve this machine's tensors, before anything is built.
 
-    The policy belongs to a communicator. ``device_id`` makes torch create sub-groups (HSDP, expert parallel) by
-    splitting this one, and a split inherits the options. torchtitan's own initialisation finds the group and skips
-    its own, so what it would have set first is set here.
+    Raises:
+        FieldError: with the dotted key and what is allowed here.
     """
-    # torchtitan 0.3.0, distributed/utils.py: recomputation in the backward pass needs the DeviceMesh of this thread.
-    torch.autograd.set_multithreading_enabled(False)
-    timeout = timedelta(seconds=timeout_s)
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()  # the stubs of torch 2.13 do not know the policy
-    options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
-    options._timeout = timeout  # no public setter in torch 2.13 and 2.14
-    dist.init_process_group("nccl", pg_options=options, device_id=device, timeout=timeout)
+    natural, machine = ("host", "CPU") if on_cpu else ("nccl", "a GPU")
+    if backend not in ("auto", natural):
+        raise FieldError("fsdp_symm.backend", f"found {backend!r}; allowed on {machine}: 'auto', {natural!r}")
+
+
+def request_zero_cta(environment: MutableMapping[str, str]) -> None:
+    """Ask NCCL for the zero-CTA policy on every communicator of this process; call before the first one is made.
+
+    By the environment, which beats each communicator's own configuration: torchtitan makes its default group and its
+    mesh without a way to pass options. It gives no ``device_id`` either, so torch makes every mesh group anew instead
+    of splitting the default one, and nothing would be inherited (torch 2.14.1, device_mesh.py
+    ``_init_one_process_group``: ``new_group`` without ``bound_device_id``). A value set by the user stays.
+
+    Raises:
+        ConfigError: this torch cannot ask for the policy.
+    """
+    try:
+        zero_cta_options()  # made only to learn whether torch and its NCCL know the policy
+    except SymmMemConfigError as error:
+        raise ConfigError(f"fsdp_symm.zero_cta: {error}") from None
+    found = environment.setdefault(POLICY_VARIABLE, str(compat_nccl.zero_policy()))
+    if parse_policy(found) != "zero" and environment.get("LOCAL_RANK", "0") == "0":
+        logger.warning("fsdp_symm.zero_cta = true has no effect: %s=%s is set and beats it", POLICY_VARIABLE, found)

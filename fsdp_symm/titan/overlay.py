@@ -228,7 +228,7 @@ def _rebuild(target: Any, changes: dict[str, Any], tree: Tree, where: str, file:
         return dataclasses.replace(target, **changes)
     except FieldError as error:
         path = f"{where}.{error.field}" if where else error.field
-        source = source_of(tree.get(error.field.split(".")[0], tree), file)
+        source = source_of(_branch_of(tree, error.field), file)
         raise ConfigError(f"{source}: {path}: {error}") from None
     except (ValueError, TypeError, AssertionError, RuntimeError, NotImplementedError) as error:
         # torchtitan's own checks: they name the fields in their text.
@@ -236,6 +236,16 @@ def _rebuild(target: Any, changes: dict[str, Any], tree: Tree, where: str, file:
         raise ConfigError(
             f"{source_of(tree, file)}: {path}: refused by {type(target).__qualname__}: {error}"
         ) from error
+
+
+def _branch_of(tree: Tree, field: str) -> Setting | Tree:
+    """The setting at a dotted path, or the nearest table above it."""
+    branch: Setting | Tree = tree
+    for key in field.split("."):
+        if isinstance(branch, Setting) or key not in branch:
+            break
+        branch = branch[key]
+    return branch
 
 
 def convert(hint: Any, value: Any) -> Any:

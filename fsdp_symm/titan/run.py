@@ -9,6 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_symm.titan.overlay import COMMAND_LINE, ConfigError, flatten
@@ -76,9 +77,12 @@ def _print_config(config: Any) -> None:
 def _report(error: ConfigError) -> int:
     """Print the line once a host, and return the status.
 
-    Under torchrun every rank meets the same error, and the first to exit gets the others killed. So the other ranks
+    torchtitan's constructor leaves the traceback of an error to torchrun, which prints it: a config error's is of no use,
+    so it is taken back. Under torchrun every rank meets the same error, and the first to exit gets the others killed. So the other ranks
     wait for that signal and leave the word to the first; one whose first rank is content speaks up after a while.
     """
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(error_file).unlink(missing_ok=True)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         if signal.sigtimedwait({signal.SIGTERM}, _FIRST_RANK_SPEAKS_S) is not None:
@@ -92,6 +96,8 @@ _LOG_NOISE = (
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",
     "model.safetensors.index.json not found",  # only for checkpoints in Hugging Face's format
     "initial_load_model_only=True has no effect",  # the registry's own default
+    "Structured logging disabled via",
+    "Peak FLOPS used for computing MFU: inf",  # a CPU: nobody knows its peak
 )
 _WARNING_NOISE = (
     "DTensor random operators may not have complete support on cpu",  # known: equal shards on every CPU rank
@@ -101,8 +107,17 @@ _WARNING_NOISE = (
 )
 
 
+def _drop_mfu(record: logging.LogRecord) -> bool:
+    """Take the utilisation out of torchtitan's step line: of a CPU's unknown peak it is always zero."""
+    if isinstance(record.msg, str):
+        record.msg = record.msg.replace("mfu: 0.00%", "").rstrip()
+    return True
+
+
 def _quiet_logs() -> None:
     """One rank's log, without the lines that no one can act on."""
+    import torch
+
     # torchtitan logs to the root logger on every rank. LOG_RANK (torchtitan's own variable) names the ranks to hear:
     # with pipeline parallelism the loss is on another rank than 0.
     heard = os.environ.get("LOG_RANK", "0").split(",")
@@ -110,6 +125,8 @@ def _quiet_logs() -> None:
         logging.getLogger().setLevel(logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.addFilter(lambda record: not record.getMessage().startswith(_LOG_NOISE))
+        if not torch.accelerator.is_available():
+            handler.addFilter(_drop_mfu)
     os.environ["KINETO_LOG_LEVEL"] = "6"  # torchtitan's 5 still lets two lines through for every trace
     for message in _WARNING_NOISE:
         warnings.filterwarnings("ignore", message)
@@ -132,8 +149,8 @@ def _train(config: Any) -> int:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             trainer.train()
-            if dist.get_rank() == 0:
-                print(trainer.summary(), flush=True)
+            for line in trainer.finish():
+                print(line, flush=True)
         return 0
     except ConfigError:
         raise

@@ -43,10 +43,18 @@ class FsdpSymmSection:
     """The switch: FSDP2's communication buffers in symmetric memory (``fsdp_symm.set_symm_mem_for_comm``)."""
 
     enable: bool = _doc(True, "put FSDP2's communication in symmetric memory; false trains on the plain path")
-    backend: Literal["auto", "host", "nccl", "cuda"] = _doc("auto", "where symmetric bytes come from")
+    backend: Literal["auto", "host", "nccl"] = _doc(
+        "auto", "where symmetric bytes come from: 'auto' by device, 'host' on CPU only, 'nccl' on GPUs only"
+    )
     all_gather: bool = _doc(True, "switch the all-gathers")
     reduce_scatter: bool = _doc(True, "switch the reduce-scatters")
-    zero_cta: bool = _doc(False, "NCCL only: create the communicators with the zero-CTA policy (copy engines)")
+    modules: str = _doc("", "shell pattern on module names, e.g. 'layers.*', of what to switch; empty: all")
+    zero_cta: bool = _doc(
+        False, "NCCL 2.28 or newer only: every communicator gets the zero-CTA policy, all-gathers use copy engines"
+    )
+    dedicated_all_gather: bool = _doc(
+        False, "NCCL only, instead of zero_cta: the policy for all-gathers alone, on a communicator of their own"
+    )
     min_bytes: int = _doc(0, "leave parameter groups with smaller buffers than this (bytes) on the plain path")
     strict: bool = _doc(False, "fail where the switch would otherwise warn and stay on the plain path")
     slots: int = _doc(0, "buffers per role that may live at once; 0 takes the number from the plan")
@@ -55,6 +63,12 @@ class FsdpSymmSection:
     def __post_init__(self) -> None:
         _at_least(self, "min_bytes", 0)
         _at_least(self, "slots", 0)
+        if self.zero_cta and self.dedicated_all_gather:
+            raise FieldError(
+                "dedicated_all_gather",
+                "found true beside zero_cta = true, which gives the policy to every communicator; allowed: one of the"
+                " two, e.g. zero_cta = false",
+            )
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise FieldError("timeout_s", f"found {self.timeout_s}; allowed: a finite number of seconds above 0")
 

@@ -21,7 +21,8 @@ cpu.prepare()  # before the first import of torchtitan
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-from fsdp_symm.titan.devices import init_zero_cta_process_group, place_this_rank  # noqa: E402
+from fsdp_symm.titan import trace_verdict  # noqa: E402
+from fsdp_symm.titan.devices import check_backend, place_this_rank, request_zero_cta  # noqa: E402
 from fsdp_symm.titan.metrics import SymmMetricsProcessor  # noqa: E402
 from fsdp_symm.titan.overlay import ConfigError, FieldError  # noqa: E402
 from fsdp_symm.titan.sections import (  # noqa: E402
@@ -59,6 +60,8 @@ class SymmTrainer(Trainer):
                     "parallelism.enable_fsdp_symm_mem",
                     "found true beside fsdp_symm.enable = true; allowed: one switch only, set one of the two to false",
                 )
+            if self.fsdp_symm.enable:
+                check_backend(self.fsdp_symm.backend, on_cpu=cpu.on_cpu())
             cpu.check(self)
             # Not super(): slots=True makes a new class, and the implicit one would still be the old.
             Trainer.Config.__post_init__(self)
@@ -82,18 +85,13 @@ class SymmTrainer(Trainer):
         return cast(SymmTrainer.Config, self.config)
 
     def init_distributed(self) -> ParallelDims:
-        """As torchtitan's; with ``fsdp_symm.zero_cta`` the NCCL communicators get the zero-CTA policy first."""
+        """As torchtitan's; with ``fsdp_symm.zero_cta`` every NCCL communicator gets the zero-CTA policy."""
         config = self._sections
-        if config.fsdp_symm.zero_cta and cpu.on_cpu():
-            if os.environ.get("RANK") == "0":
-                logger.warning("fsdp_symm.zero_cta = true has no effect on CPU: it is a policy of NCCL communicators")
-        elif config.fsdp_symm.zero_cta:
-            if config.comm.mode != "default" or config.training.enable_cpu_offload:
-                raise ConfigError(
-                    "fsdp_symm.zero_cta: found true; allowed only with comm.mode = 'default' and"
-                    " training.enable_cpu_offload = false"
-                )
-            init_zero_cta_process_group(self.device, config.comm.init_timeout_seconds)
+        for key in ("zero_cta", "dedicated_all_gather") if cpu.on_cpu() else ():
+            if getattr(config.fsdp_symm, key) and os.environ.get("RANK") == "0":
+                logger.warning("fsdp_symm.%s = true has no effect on CPU: it is about NCCL communicators", key)
+        if config.fsdp_symm.zero_cta and not cpu.on_cpu():
+            request_zero_cta(os.environ)
         dims = super().init_distributed()
         for rank in config.trace.ranks:
             if rank >= dims.world_size:
@@ -121,16 +119,18 @@ class SymmTrainer(Trainer):
         try:
             handle = set_symm_mem_for_comm(
                 model,
-                backend=cast(Any, section.backend),  # names that this build lacks: its own error
+                backend=section.backend,
                 all_gather=section.all_gather,
                 reduce_scatter=section.reduce_scatter,
+                modules=section.modules or None,
                 min_bytes=section.min_bytes,
                 strict=section.strict,
                 timeout_s=section.timeout_s,
                 slots=section.slots or None,
+                dedicated_all_gather=section.dedicated_all_gather,
             )
         except SymmMemConfigError as error:
-            raise ConfigError(f"[fsdp_symm]: {error}") from error
+            raise ConfigError(f"[fsdp_symm]: {error}") from None  # its text says it all
         self._handles.append(handle)
         if dist.get_rank() == 0:
             print(handle, flush=True)
@@ -153,8 +153,31 @@ class SymmTrainer(Trainer):
     def _metrics(self) -> SymmMetricsProcessor:
         return cast(SymmMetricsProcessor, self.metrics_processor)
 
-    def summary(self) -> str:
-        """One line: first and last logged loss, and where the events and traces lie."""
+    def finish(self) -> list[str]:
+        """Give symmetric memory back after training and judge the traces. Collective, once, before ``close``.
+
+        The traces of rank 0's host are judged, on rank 0, and logged at the traced step where rank 0 holds
+        torchtitan's TensorBoard writer (not under pipeline parallelism). A trace that cannot be judged costs the
+        verdict and one warning, never the run.
+
+        Returns:
+            Rank 0: the lines that end its output, the summary and the verdict. Other ranks: nothing.
+        """
+        config, traces = self._sections, None
+        if config.trace.enable:
+            traces = trace_verdict.share(_world(), self._tracer.written, config.comm.train_timeout_seconds)
+        # Before the inspection: giving memory back waits for every rank, and rank 0 may read for a while.
+        self._end_handles(None)
+        if dist.get_rank() != 0:
+            return []
+        found = trace_verdict.inspect(traces) if traces else None
+        if found is None:
+            return [self._summary(traces)]
+        self._metrics.logger.log(trace_verdict.scalars(found), config.trace.start_step)
+        return [self._summary(traces), f"verdict: {found.verdict}"]
+
+    def _summary(self, traces: list[trace_verdict.RankTraces] | None) -> str:
+        """One line: first and last logged loss, where the events lie, and which traces were written."""
         config, losses = self._sections, self._metrics.losses
         parts = [f"trained {self.step} steps"]
         if losses:
@@ -162,8 +185,11 @@ class SymmTrainer(Trainer):
             parts[0] += f": loss {first:.5f} (step {first_step}) -> {last:.5f} (step {last_step})"
         if config.metrics.enable_tensorboard:
             parts.append(f"TensorBoard events: {os.path.join(config.dump_folder, config.metrics.save_tb_folder)}")
-        if config.trace.enable:
-            parts.append(f"traces: {self._tracer.folder}")
+        if config.trace.enable and traces is None:
+            parts.append(f"traces: some in {self._tracer.folder}, not every rank answered")
+        elif traces is not None:
+            start_step = config.trace.start_step
+            parts.append(trace_verdict.describe_files(traces, start_step=start_step, last_step=self.step))
         return "; ".join(parts)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -183,3 +209,9 @@ class SymmTrainer(Trainer):
             for handle in self._handles:
                 stack.callback(handle.close if error is None else partial(handle.abandon, repr(error)))
             self._handles = []
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None  # torchtitan has made it
+    return world

@@ -146,10 +146,14 @@ class HostWire:
             async_op: return at once with a :class:`HostWork`.
         """
         call = f"all_gather of {module!r}, {lease.nbytes} bytes {_name(output)}"
-        flat = output.view(-1).view(torch.uint8)
-        return self._lanes["all_gather"].start(
-            lambda: self._guarded(call, lambda: self._all_gather(flat, lease, epoch, call)), async_op
-        )
+        # Not `output` itself: an inference tensor cannot be written by the lane's thread, which is not in that mode.
+        flat = self._segment.data(self._segment.rank, lease.offset, lease.nbytes)
+
+        def run() -> None:
+            self._guarded(call, lambda: self._all_gather(flat, lease, epoch, call))
+            _ = output  # a queued call keeps its slot in use
+
+        return self._lanes["all_gather"].start(run, async_op)
 
     def reduce_scatter(
         self,
@@ -186,8 +190,8 @@ class HostWire:
         try:
             self._segment.check_health(call)
             run()
-        except SymmMemError as error:
-            self._segment.fail(str(error))
+        except BaseException as error:  # MemoryError and Ctrl-C too: the peers must not wait for this rank
+            self._segment.fail(str(error) if isinstance(error, SymmMemError) else repr(error))
             raise
 
     # --- the bytes ---
@@ -198,7 +202,8 @@ class HostWire:
         return [(rank + step) % world_size for step in range(1, world_size)]
 
     def _arrive(self, lease: Lease, epoch: int, call: str) -> str:
-        signature = f"{call}, slot {lease.slot}"
+        # With the epoch: what an earlier call left in this slot must never pass for this one.
+        signature = f"call {epoch}, slot {lease.slot}: {call}"
         self._segment.sign(lease.index, signature)
         self._segment.publish("ready", lease.role, epoch)
         return signature

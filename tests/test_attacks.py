@@ -1,0 +1,316 @@
+"""Regressions: programs and failures that broke an earlier version."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_symm import SymmMemAllGather, SymmMemArena, SymmMemReduceScatter, set_symm_mem_for_comm
+from fsdp_symm.errors import SymmMemError, SymmMemPeerError
+from fsdp_symm.memory.mixin import SymmMemFallbackWarning
+from fsdp_symm.plan import Ring
+from tests.harness import Ranks
+from tests.models import Block, Options, batch, build, grads, train_step
+
+CPU = torch.device("cpu")
+
+
+def _arena(slots: int = 2, timeout_s: float = 10) -> SymmMemArena:
+    rings = [Ring("all_gather", slots, 4096), Ring("reduce_scatter", slots, 4096)]
+    return SymmMemArena(dist.group.WORLD, rings, timeout_s=timeout_s)
+
+
+def _gather(comm: SymmMemAllGather, value: float) -> torch.Tensor:
+    rank = dist.get_rank()
+    out = comm.allocate((8,), dtype=torch.float32, device=CPU)
+    out[4 * rank : 4 * rank + 4] = value
+    comm(out, out[4 * rank : 4 * rank + 4], dist.group.WORLD)
+    return out
+
+
+def _slot_taken_without_a_call() -> str:
+    arena = _arena()
+    comm = SymmMemAllGather(arena, module="m")
+    for step in range(4):
+        _gather(comm, float(step))
+    if dist.get_rank() == 1:
+        comm.allocate((8,), dtype=torch.float32, device=CPU)  # an exception came between allocate() and the call
+    with pytest.raises(SymmMemPeerError) as caught:
+        for step in range(4, 7):
+            _gather(comm, float(step))
+    arena.abandon("test over")
+    return str(caught.value)
+
+
+def test_ranks_that_are_one_slot_apart_never_read_old_data(ranks2: Ranks) -> None:
+    for text in ranks2.run(_slot_taken_without_a_call):
+        assert "different collectives" in text
+        assert "slot 0" in text
+        assert "slot 1" in text
+
+
+def _long_names() -> str:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    arena = _arena()
+    reduce = SymmMemReduceScatter(arena, module="a.very.long.name." * 40)
+    numel = 8 * (rank + 1)
+    source = reduce.allocate((numel,), dtype=torch.float32, device=CPU).fill_(1.0)
+    target = reduce.allocate((numel // 2,), dtype=torch.float32, device=CPU)
+    with pytest.raises(SymmMemPeerError) as caught:
+        reduce(target, source, group, dist.ReduceOp.SUM)
+    arena.abandon("test over")
+    return str(caught.value)
+
+
+def test_long_module_names_do_not_hide_a_difference(ranks2: Ranks) -> None:
+    assert any("different collectives" in text for text in ranks2.run(_long_names))
+
+
+def _several_roots(kind: str) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Block(20, False) for _ in range(4)])
+        if kind == "blocks_only":
+            for block in model:
+                fully_shard(block)
+            return model
+        halves = nn.Sequential(nn.Sequential(*model[:2]), nn.Sequential(*model[2:]))
+        for half in halves:
+            for block in half:
+                fully_shard(block)
+            fully_shard(half)
+        return halves
+
+    plain, model = make(), make()
+    with set_symm_mem_for_comm(model, strict=True) as handle:
+        for step in range(4):
+            for m in (plain, model):
+                m(batch(step)).square().mean().backward()
+            for a, b in zip(grads(model), grads(plain), strict=True):
+                assert a is not None
+                assert torch.equal(a, b)
+        assert len(handle.arenas) == (4 if kind == "blocks_only" else 2)
+
+
+@pytest.mark.parametrize("kind", ["blocks_only", "two_halves"])
+def test_several_roots_over_one_group(ranks2: Ranks, kind: str) -> None:
+    ranks2.run(_several_roots, kind)
+
+
+def _used_bytes() -> int:
+    stat = os.statvfs("/dev/shm")
+    return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
+
+
+def _close_returns_memory() -> tuple[int, int]:
+    dist.barrier()
+    before = _used_bytes()
+    arena = SymmMemArena(dist.group.WORLD, [Ring("all_gather", 2, 16 * 2**20)], timeout_s=20)
+    dist.barrier()
+    during = _used_bytes()
+    dist.barrier()
+    arena.close()
+    dist.barrier()
+    return during - before, _used_bytes() - before
+
+
+def test_close_returns_the_memory(ranks2: Ranks) -> None:
+    during, after = ranks2.run(_close_returns_memory)[0]
+    assert during >= 2 * 32 * 2**20
+    assert after < 2**20
+
+
+def _inference() -> bool:
+    plain, model = build(Options()), build(Options())
+    with set_symm_mem_for_comm(model, strict=True, slots=4) as handle, torch.inference_mode():
+        waiting = [block.unshard(async_op=True) for block in list(model.blocks)[:2]]
+        for item in waiting:
+            item.wait()
+        same = torch.equal(model(batch(0)), plain(batch(0)))
+        assert handle.stats().calls["all_gather"]["host"] == 4
+    return same
+
+
+def test_asynchronous_unshard_in_inference_mode(ranks2: Ranks) -> None:
+    assert ranks2.run(_inference) == [True, True]
+
+
+def _other_errors() -> tuple[str, float]:
+    arena = _arena(timeout_s=20)
+    comm = SymmMemAllGather(arena, module="m")
+    start = time.monotonic()
+    if dist.get_rank() == 1:
+        arena.segment.sign = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    try:
+        _gather(comm, 1.0)
+    except (KeyboardInterrupt, SymmMemError) as error:
+        text = repr(error)
+    arena.abandon("test over")
+    return text, time.monotonic() - start
+
+
+def test_an_interrupt_inside_a_collective_is_told_to_the_peers(ranks2: Ranks) -> None:
+    (text, took_s), (other, _) = ranks2.run(_other_errors)
+    assert "rank 1 reported: KeyboardInterrupt" in text
+    assert took_s < 5
+    assert other.startswith("KeyboardInterrupt")
+
+
+def _interrupted_exchange() -> bool:
+    from fsdp_symm import rendezvous
+
+    if dist.get_rank() == 0:
+        real = rendezvous._Seat.collect
+        rendezvous._Seat.collect = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+        try:
+            _arena()
+        except KeyboardInterrupt:
+            rendezvous._Seat.collect = real  # type: ignore[method-assign]
+    arena = _arena()
+    arena.close()
+    return True
+
+
+def test_a_switch_can_be_tried_again_after_an_interrupt(ranks2: Ranks) -> None:
+    assert ranks2.run(_interrupted_exchange) == [True, True]
+
+
+def _reversed_prefetch(depth: int) -> dict[str, int]:
+    def make() -> Any:
+        model = build(Options(blocks=6))
+        blocks = list(model.blocks)
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + depth][::-1])
+            block.set_modules_to_backward_prefetch(blocks[max(i - depth, 0) : i])
+        return model
+
+    plain, model = make(), make()
+    with set_symm_mem_for_comm(model, strict=True) as handle:
+        for step in range(3):
+            losses = [train_step(m, torch.optim.SGD(m.parameters(), 0.1), step, Options()) for m in (plain, model)]
+            assert losses[0] == losses[1]
+        return dict(handle.arenas[0].stats().slots)
+
+
+@pytest.mark.parametrize(("depth", "slots"), [(2, 4), (3, 5)])
+def test_prefetch_lists_out_of_execution_order(ranks2: Ranks, depth: int, slots: int) -> None:
+    found = ranks2.run(_reversed_prefetch, depth)[0]["all_gather"]
+    assert found == slots, "the plan replays the lists"
+
+
+def _unfrozen(strict: bool) -> Any:
+    model = build(Options())
+    model.blocks[1].requires_grad_(False)
+    handle = set_symm_mem_for_comm(model, strict=strict, min_bytes=0)
+    model.blocks[1].requires_grad_(True)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train_step(model, torch.optim.SGD(model.parameters(), 0.1), 0, Options())
+    calls = handle.stats().calls["reduce_scatter"]
+    handle.close()
+    return calls, [w.category for w in seen if w.category is SymmMemFallbackWarning]
+
+
+def test_a_module_unfrozen_later_is_served_and_counted(ranks2: Ranks) -> None:
+    calls, warned = ranks2.run(_unfrozen, True)[0]
+    assert calls == {"host": 4}
+    assert not warned
+
+
+def _peer_closed() -> str:
+    model = build(Options())
+    handle = set_symm_mem_for_comm(model, timeout_s=20)
+    train_step(model, torch.optim.SGD(model.parameters(), 0.1), 0, Options())
+    dist.barrier()
+    if dist.get_rank() == 1:
+        for arena in handle.arenas:
+            arena.segment._own.closed.publish(1)
+        return ""
+    start = time.monotonic()
+    with pytest.raises(SymmMemPeerError) as caught:
+        train_step(model, torch.optim.SGD(model.parameters(), 0.1), 1, Options())
+    assert time.monotonic() - start < 5
+    handle.abandon("test over")
+    return str(caught.value)
+
+
+def test_a_rank_that_closed_alone_is_named_at_once(ranks2: Ranks) -> None:
+    assert "ranks [1] of group [0, 1] have closed their symmetric memory" in ranks2.run(_peer_closed)[0]
+
+
+def _rank_order() -> bool:
+    """Values whose sum depends on the order: the result must be the rank-order sum in every bit."""
+    rank, world_size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    arena = SymmMemArena(group, [Ring("reduce_scatter", 2, 1 << 16)], timeout_s=20)
+    reduce = SymmMemReduceScatter(arena, module="m")
+    inputs = [
+        torch.randn(world_size * 500, generator=torch.Generator().manual_seed(r)) * 10.0**r for r in range(world_size)
+    ]
+    source = reduce.allocate((world_size * 500,), dtype=torch.float32, device=CPU).copy_(inputs[rank])
+    target = reduce.allocate((500,), dtype=torch.float32, device=CPU)
+    reduce(target, source, group, dist.ReduceOp.SUM)
+    chunks = [x[rank * 500 : rank * 500 + 500] for x in inputs]
+    in_order, own_first = chunks[0].clone(), chunks[rank].clone()
+    for r in range(1, world_size):
+        in_order += chunks[r]
+    for r in range(world_size):
+        if r != rank:
+            own_first += chunks[r]
+    arena.close()
+    assert rank < 2 or not torch.equal(in_order, own_first), "the data must tell the orders apart"
+    return torch.equal(target, in_order)
+
+
+def test_sums_run_in_rank_order(ranks4: Ranks) -> None:
+    assert ranks4.run(_rank_order) == [True] * 4
+
+
+def _separate_input() -> list[float]:
+    arena, rank = _arena(), dist.get_rank()
+    comm = SymmMemAllGather(arena, module="m")
+    out = comm.allocate((8,), dtype=torch.float32, device=CPU).fill_(float("nan"))
+    comm(out, torch.full((4,), float(rank)), dist.group.WORLD)
+    result = out.tolist()
+    arena.close()
+    return result
+
+
+def test_an_input_that_is_no_view_of_the_output(ranks2: Ranks) -> None:
+    assert ranks2.run(_separate_input) == [[0.0] * 4 + [1.0] * 4] * 2
+
+
+def _closed_handle() -> str:
+    handle = set_symm_mem_for_comm(build(Options()))
+    handle.close()
+    with pytest.raises(SymmMemError) as caught, handle:
+        pass
+    return str(caught.value)
+
+
+def test_a_closed_handle_cannot_be_entered(ranks2: Ranks) -> None:
+    assert "found a closed handle" in ranks2.run(_closed_handle)[0]
+
+
+def _fork() -> bool:
+    model = build(Options())
+    handle = set_symm_mem_for_comm(model, timeout_s=20)
+    child = os.fork()
+    if child == 0:
+        handle.abandon("the child is done")
+        os._exit(0)
+    os.waitpid(child, 0)
+    train_step(model, torch.optim.SGD(model.parameters(), 0.1), 0, Options())
+    handle.close()
+    return True
+
+
+def test_a_forked_child_does_not_speak_for_its_parent(ranks2: Ranks) -> None:
+    assert ranks2.run(_fork) == [True, True]
