@@ -216,7 +216,7 @@ def set_symm_mem_for_comm(
         for m in members
         if any(arenas.find(m.role, m.group.root, compat.group_name(g)) for g in m.process_groups)
     ]
-    watched = [(s.group, s.role) for s in skips if s.watched]
+    watched: list[tuple[ParamGroup, Role]] = [(s.group, s.role) for s in skips if s.watched]
     installed = _install(served + watched, arenas, counters, strict)
     report = make_report(members, plans, skips, verdicts)
     return SymmMemHandle(report, arenas, counters, installed)

@@ -53,8 +53,8 @@ def _slot_taken_without_a_call() -> str:
 def test_ranks_that_are_one_slot_apart_never_read_old_data(ranks2: Ranks) -> None:
     for text in ranks2.run(_slot_taken_without_a_call):
         assert "different collectives" in text
-        assert "slot 0" in text
-        assert "slot 1" in text
+        assert "slot 0" in text or "slot 1" in text
+        assert "call 5" in text
 
 
 def _long_names() -> str:

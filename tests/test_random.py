@@ -20,19 +20,22 @@ from tests.models import ENGINE, Options, batch, build, grads, poison
 
 SEED = int(os.environ.get("FSDP_SYMM_SEED", "20261129"))
 MODELS, STEPS = 10, 30
+MODELS_4, STEPS_4 = int(os.environ.get("FSDP_SYMM_RANDOM_MODELS_4", "3")), 20  # HSDP on four ranks
 
 
-def _random_options(rng: random.Random) -> Options:
+def _random_options(rng: random.Random, hsdp: bool) -> Options:
     mixed = rng.choice([(None, None), ("bfloat16", "float32"), ("bfloat16", "bfloat16"), (None, "float16")])
+    blocks = rng.randint(1, 5)
     return Options(
-        blocks=rng.randint(1, 5),
+        hsdp=hsdp,
+        blocks=blocks,
         hidden=rng.choice([1, 7, 16, 20, 33]),
         param_dtype=mixed[0],
         reduce_dtype=mixed[1],
-        shard_dim=rng.choice([0, 0, 1]),
+        shard_dim=rng.choice([0, 0, 0 if hsdp else 1]),
         reshard=rng.choice([None, True, False]),
-        cpu_offload=rng.random() < 0.2,
-        frozen=rng.random() < 0.2,
+        cpu_offload=rng.random() < 0.2 and not hsdp,
+        frozen=rng.random() < 0.2 and blocks > 1,  # something must be left to train
         unused=rng.random() < 0.3,
         # FSDP2 itself refuses zero gradients in param_dtype beside accumulated ones in reduce_dtype (torch 2.13-2.14).
         reduce_unused=rng.random() < 0.3 and mixed[0] == mixed[1],
@@ -73,9 +76,9 @@ def _random_step(model: Any, optimizer: torch.optim.Optimizer, step: int, rng: r
     return losses
 
 
-def _program(seed: int) -> dict[str, int]:
+def _program(seed: int, steps: int = STEPS, hsdp: bool = False) -> dict[str, int]:
     rng = random.Random(seed)
-    options = _random_options(rng)
+    options = _random_options(rng, hsdp)
     plain, model = build(options), build(options)
     handle = set_symm_mem_for_comm(model, strict=True, timeout_s=60, **options.switch)
     poison(handle.arenas)
@@ -83,7 +86,7 @@ def _program(seed: int) -> dict[str, int]:
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 0.01) for m in (plain, model)]
     own = random.Random(seed + dist.get_rank())
     calls = 0
-    for step in range(STEPS):
+    for step in range(steps):
         step_seed = rng.randrange(10**9)
         expected = _random_step(plain, optimizers[0], step, random.Random(step_seed))
         if own.random() < 0.3:
@@ -114,3 +117,10 @@ def test_random_programs_equal_plain_fsdp2(ranks2: Ranks, index: int) -> None:
     print(f"FSDP_SYMM_SEED={SEED} (model {index}, seed {SEED + index})")
     for answer in ranks2.run(_program, SEED + index):
         assert answer["all_gathers"] > STEPS // 2
+
+
+@pytest.mark.parametrize("index", range(MODELS_4))
+def test_random_hsdp_programs_equal_plain_fsdp2(ranks4: Ranks, index: int) -> None:
+    print(f"FSDP_SYMM_SEED={SEED} (HSDP model {index}, seed {SEED + 1000 + index})")
+    for answer in ranks4.run(_program, SEED + 1000 + index, STEPS_4, True):
+        assert answer["all_gathers"] > STEPS_4 // 2

@@ -24,7 +24,7 @@ from fsdp_symm import (
 from fsdp_symm.errors import SymmMemConfigError, SymmMemError
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
 from fsdp_symm.plan import Ring
-from tests.harness import Failure, Ranks
+from tests.harness import Failure, Ranks, init_process_group
 from tests.models import WIDTH, Options, batch, build, grads, poison, train_step
 
 
@@ -381,7 +381,7 @@ def _rebuild(store: str) -> tuple[str, bool]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     handle.close()  # needs no process group
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    init_process_group(rank, world_size, store)
     with pytest.raises(SymmMemConfigError) as caught:
         set_symm_mem_for_comm(stale)
     plain, model = build(Options()), build(Options())

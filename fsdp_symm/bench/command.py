@@ -61,7 +61,7 @@ def _step_widths(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
     """
     if args.ranks < 2 or args.steps < 1:
         raise argparse.ArgumentTypeError(
-            f"--ranks {args.ranks} --steps {args.steps}: expected at least 2 ranks and 1 step, fix: --ranks 2 --steps 12"
+            f"--ranks {args.ranks} --steps {args.steps}: expected at least 2 ranks, 1 step, fix: --ranks 2 --steps 12"
         )
     if args.tokens < 1024 or args.tokens % 1024:
         raise argparse.ArgumentTypeError(

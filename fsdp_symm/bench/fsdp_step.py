@@ -107,6 +107,7 @@ class NoReduce(compat.ReduceScatter):
 class _Program:
     """One variant, ready to step."""
 
+    model: nn.Module
     step: Callable[[], torch.Tensor]
     handle: SymmMemHandle | None
     peak_bytes: int = 0
@@ -145,7 +146,7 @@ def _build(variant: str, width: int, blocks: int, tokens: int, device: torch.dev
         optimizer.zero_grad()
         return loss.detach()
 
-    return _Program(step, handle)
+    return _Program(model, step, handle)
 
 
 def _warm(program: _Program) -> list[float]:
@@ -200,7 +201,7 @@ def _profile(program: _Program, path: Path) -> dict[str, float | int]:
     if dist.get_rank() != 0:
         return {}
     profiler.export_chrome_trace(str(path))
-    return judge_trace(path) | {"host_us": _host_us(profiler)}
+    return judge_trace(path)
 
 
 def judge_trace(path: Path) -> dict[str, float | int]:
@@ -222,10 +223,45 @@ def judge_trace(path: Path) -> dict[str, float | int]:
     }
 
 
-def _host_us(profiler: torch.profiler.profile) -> float:
-    """Median host time of FSDP2's all-gather range: allocate, copy-in launches and the collective's launch."""
-    spans = [e.cpu_time_total for e in profiler.events() or [] if e.name.startswith("FSDP::all_gather (")]
-    return round(statistics.median(spans), 1) if spans else 0.0
+class _Timed:
+    """A comm whose host time is noted: ``allocate`` and the call, without the GPU and without a profiler."""
+
+    def __init__(self, inner: Any, samples_us: list[float]) -> None:
+        self._inner = inner
+        self._samples_us = samples_us
+        self._spent_us = 0.0
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the comm's."""
+        start = time.perf_counter()
+        tensor = self._inner.allocate(*args, **kwargs)
+        self._spent_us += (time.perf_counter() - start) * 1e6
+        return tensor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the comm's."""
+        start = time.perf_counter()
+        work = self._inner(*args, **kwargs)
+        self._samples_us.append(self._spent_us + (time.perf_counter() - start) * 1e6)
+        self._spent_us = 0.0
+        return work
+
+
+def _host_us(program: _Program) -> dict[str, float]:
+    """Median host microseconds of one collective of each role, over three steps."""
+    samples: dict[compat.Role, list[float]] = {role: [] for role in compat.ROLES}
+    groups = compat.param_groups(program.model)
+    inner = {(g.label, role): compat.get_comm(g, role) for g in groups for role in compat.ROLES}
+    for group in groups:
+        for role in compat.ROLES:
+            compat.set_comm(group, role, _Timed(inner[group.label, role], samples[role]))
+    for _ in range(3):
+        program.step()
+    torch.cuda.synchronize()
+    for group in groups:
+        for role in compat.ROLES:
+            compat.set_comm(group, role, inner[group.label, role])
+    return {f"host_{role}_us": round(statistics.median(values), 1) for role, values in samples.items() if values}
 
 
 def _measure(bench: StepBench, width: int, blocks: int, device: torch.device, command: str) -> list[dict[str, Any]]:
@@ -240,7 +276,7 @@ def _measure(bench: StepBench, width: int, blocks: int, device: torch.device, co
             path = folder / f"fsdp_step_{variant}_w{bench.ranks}_d{width}.json.gz"
             line: dict[str, Any] = {"name": f"fsdp_step_d{width}_l{blocks}", "variant": variant, "ranks": bench.ranks}
             line |= {"bytes": _block_bytes(width) // bench.ranks, "dtype": "bfloat16/float32"}
-            line |= schema.summarize(samples[variant]) | facts | _profile(program, path)
+            line |= schema.summarize(samples[variant]) | facts | _host_us(program) | _profile(program, path)
             line |= {"peak_bytes": program.peak_bytes, "symmetric_bytes": program.symmetric_bytes}
             lines.append(line)
     for program in programs.values():

@@ -51,6 +51,7 @@ class _LastUse:
 
     stream: torch.cuda.Stream
     after: torch.cuda.Event | None = None
+    event: torch.cuda.Event | None = None  # made once, recorded again by every use
 
 
 class NcclSegment:
@@ -160,13 +161,19 @@ class NcclSegment:
 
     def acquired(self, index: int) -> None:
         """Note the stream on which a slot's next use begins."""
-        self._uses[index] = _LastUse(torch.cuda.current_stream(self.device))
+        use = self._uses.get(index)
+        stream = torch.cuda.current_stream(self.device)
+        if use is None:
+            self._uses[index] = _LastUse(stream, event=torch.cuda.Event())
+        else:
+            use.stream, use.after = stream, None
 
     def used(self, index: int) -> None:
         """Note the end of the collective on the current stream."""
         use = self._uses[index]
-        use.after = torch.cuda.Event()
-        use.after.record(torch.cuda.current_stream(self.device))
+        if use.event is not None:
+            use.event.record(torch.cuda.current_stream(self.device))
+            use.after = use.event
 
     def before_reuse(self, last: SlotUse, call: str) -> None:
         """Order the current stream after the slot's last use.

@@ -8,14 +8,14 @@ from collections.abc import MutableMapping
 
 import torch
 
-from fsdp_symm import compat_nccl
 from fsdp_symm.errors import SymmMemConfigError
-from fsdp_symm.titan.overlay import ConfigError, FieldError
+from fsdp_symm.titan.overlay import ConfigError, FieldError, one_line
 from fsdp_symm.zero_cta import POLICY_VARIABLE, parse_policy, zero_cta_options
 
 logger = logging.getLogger(__name__)
 
 SHARE_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+_ZERO = "2"  # NCCL_CTA_POLICY_ZERO; NCCL 2.28 reads no names
 
 
 def device_index(local_rank: int, local_ranks: int, gpus: int, *, share: bool, masked: bool) -> int:
@@ -92,7 +92,7 @@ def request_zero_cta(environment: MutableMapping[str, str]) -> None:
     try:
         zero_cta_options()  # made only to learn whether torch and its NCCL know the policy
     except SymmMemConfigError as error:
-        raise ConfigError(f"fsdp_symm.zero_cta: {error}") from None
-    found = environment.setdefault(POLICY_VARIABLE, str(compat_nccl.zero_policy()))
-    if parse_policy(found) != "zero" and environment.get("LOCAL_RANK", "0") == "0":
+        raise ConfigError(f"fsdp_symm.zero_cta: {one_line(error)}") from None
+    found = environment.setdefault(POLICY_VARIABLE, _ZERO)
+    if parse_policy(found) != "zero" and environment.get("RANK", "0") == "0":
         logger.warning("fsdp_symm.zero_cta = true has no effect: %s=%s is set and beats it", POLICY_VARIABLE, found)

@@ -26,6 +26,11 @@ class ConfigError(ValueError):
         super().__init__(" ".join(message.split()))
 
 
+def one_line(error: Exception) -> str:
+    """An error's text on one line, its parts divided as this module's own."""
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
 class FieldError(ValueError):
     """Raised by a section's ``__post_init__``: says which of its fields is out of range."""
 

@@ -27,6 +27,8 @@ def main(argv: Sequence[str], doc: str) -> int:
         0 after training (or ``--check``); 2 for a config that cannot be used, with one line on stderr; 1 for a
         failure while training, with a traceback.
     """
+    # Read now: ranks that share a GPU get another LOCAL_RANK on the way.
+    first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         path, check, overrides = _parse(argv, doc)
         from fsdp_symm.titan.config import load
@@ -42,7 +44,7 @@ def main(argv: Sequence[str], doc: str) -> int:
             )
         return _train(config)
     except ConfigError as error:
-        return _report(error)
+        return _report(error, first_of_host)
     except KeyboardInterrupt:
         return 130
 
@@ -74,16 +76,16 @@ def _print_config(config: Any) -> None:
         print(f"{key} = {value!r}")
 
 
-def _report(error: ConfigError) -> int:
+def _report(error: ConfigError, first_of_host: bool) -> int:
     """Print the line once a host, and return the status.
 
-    torchtitan's constructor leaves the traceback of an error to torchrun, which prints it: a config error's is of no use,
-    so it is taken back. Under torchrun every rank meets the same error, and the first to exit gets the others killed. So the other ranks
+    Under torchrun every rank meets the same error, and the first to exit gets the others killed. So the other ranks
     wait for that signal and leave the word to the first; one whose first rank is content speaks up after a while.
     """
+    # torchtitan's constructor hands an error's traceback to torchrun, which prints it: this one would help nobody.
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(error_file).unlink(missing_ok=True)
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not first_of_host:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         if signal.sigtimedwait({signal.SIGTERM}, _FIRST_RANK_SPEAKS_S) is not None:
             return CONFIG_ERROR_STATUS

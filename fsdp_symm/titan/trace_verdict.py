@@ -7,17 +7,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from fsdp_symm.errors import SymmMemPeerError, SymmMemTimeoutError
 from fsdp_symm.guards.facts import host_id
 from fsdp_symm.rendezvous import exchange
-from fsdp_symm.trace import TraceError, summarize
-
-if TYPE_CHECKING:
-    from fsdp_symm.trace import TraceSummary
+from fsdp_symm.titan.overlay import one_line
+from fsdp_symm.trace import TraceError, TraceSummary, summarize
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +46,7 @@ def share(group: dist.ProcessGroup, mine: Sequence[Path], timeout_s: float) -> l
         )
     except (SymmMemTimeoutError, SymmMemPeerError) as error:
         if group.rank() == 0:
-            logger.warning("no trace verdict: %s", _one_line(error))
+            logger.warning("no trace verdict: %s", one_line(error))
         return None
     return [RankTraces(host, tuple(paths)) for host, paths in map(json.loads, answers)]
 
@@ -66,7 +63,7 @@ def inspect(traces: Sequence[RankTraces]) -> TraceSummary | None:
     try:
         return summarize(paths)
     except TraceError as error:
-        logger.warning("no trace verdict: %s", _one_line(error))
+        logger.warning("no trace verdict: %s", one_line(error))
         return None
 
 
@@ -91,7 +88,3 @@ def describe_files(traces: Sequence[RankTraces], *, start_step: int, last_step: 
     if len(paths) <= _PATHS_SHOWN:
         return f"traces: {', '.join(paths)}"
     return f"traces: {paths[0]} .. {paths[-1]} ({len(paths)} files)"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

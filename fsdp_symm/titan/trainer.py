@@ -24,7 +24,7 @@ from torchtitan.trainer import Trainer  # noqa: E402
 from fsdp_symm.titan import trace_verdict  # noqa: E402
 from fsdp_symm.titan.devices import check_backend, place_this_rank, request_zero_cta  # noqa: E402
 from fsdp_symm.titan.metrics import SymmMetricsProcessor  # noqa: E402
-from fsdp_symm.titan.overlay import ConfigError, FieldError  # noqa: E402
+from fsdp_symm.titan.overlay import ConfigError, FieldError, one_line  # noqa: E402
 from fsdp_symm.titan.sections import (  # noqa: E402
     ExpertParallelSection,
     FsdpSymmSection,
@@ -130,7 +130,7 @@ class SymmTrainer(Trainer):
                 dedicated_all_gather=section.dedicated_all_gather,
             )
         except SymmMemConfigError as error:
-            raise ConfigError(f"[fsdp_symm]: {error}") from None  # its text says it all
+            raise ConfigError(f"[fsdp_symm]: {one_line(error)}") from None  # its text says it all
         self._handles.append(handle)
         if dist.get_rank() == 0:
             print(handle, flush=True)

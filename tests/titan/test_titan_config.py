@@ -45,8 +45,17 @@ def test_shipped_configs_load(name: str) -> None:
     assert values["trace.enable"] is True
     assert values["metrics.enable_tensorboard"] is True
     assert values["training.steps"] == 20
+    assert values["lr_scheduler.decay_ratio"] is None, "any other makes torchtitan warn about short runs"
+    assert values["fsdp_symm.zero_cta"] is ("gpu" in name)
     assert values["parallelism.expert_parallel_degree"] == (2 if "moe" in name else 1)
     assert values["model.module"] == ("deepseek_v3" if "moe" in name else "llama3")
+
+
+def test_a_backend_of_another_device_is_blamed_on_the_word_that_named_it() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(DENSE, ["--fsdp_symm.backend", "nccl"])
+    assert str(refused.value) == "command line: fsdp_symm.backend: found 'nccl'; allowed on CPU: 'auto', 'host'"
+    assert load(DENSE, ["--fsdp_symm.backend", "nccl", "--fsdp_symm.enable", "false"]).fsdp_symm.backend == "nccl"
 
 
 def test_learning_rate_can_be_set_alone() -> None:
@@ -84,7 +93,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     (
         "[fsdp_symm]\nenabel = true",
         [
-            "fsdp_symm.enabel: unknown key; allowed: all_gather, backend, enable,",
+            "fsdp_symm.enabel: unknown key; allowed: all_gather, backend, dedicated_all_gather, enable,",
             "nearest: fsdp_symm.enable",
         ],
     ),
@@ -98,7 +107,26 @@ REFUSED: list[tuple[str, list[str]]] = [
     (
         "[fsdp_symm]\nbackend = 'ncl'",
         [
-            "fsdp_symm.backend: found 'ncl' (str); allowed: 'auto', 'host', 'nccl', 'cuda'; nearest: 'nccl'",
+            "fsdp_symm.backend: found 'ncl' (str); allowed: 'auto', 'host', 'nccl'; nearest: 'nccl'",
+        ],
+    ),
+    (
+        "[fsdp_symm]\nbackend = 'cuda'",
+        [
+            "fsdp_symm.backend: found 'cuda' (str); allowed: 'auto', 'host', 'nccl'",
+        ],
+    ),
+    (
+        "[fsdp_symm]\nbackend = 'nccl'",
+        [
+            "fsdp_symm.backend: found 'nccl'; allowed on CPU: 'auto', 'host'",
+        ],
+    ),
+    (
+        "[fsdp_symm]\nzero_cta = true\ndedicated_all_gather = true",
+        [
+            "fsdp_symm.dedicated_all_gather: found true beside zero_cta = true",
+            "allowed: one of the two, e.g. zero_cta = false",
         ],
     ),
     (

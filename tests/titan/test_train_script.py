@@ -17,10 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 REPO = Path(__file__).parents[2]
 STEPS = 10
-# Small steps, and float32 so that every printed digit can be compared.
+# Small steps; bfloat16 as shipped.
 FAST = (
     *("--training.steps", str(STEPS), "--training.seq_len", "64", "--training.local_batch_size", "1"),
-    *("--training.mixed_precision_param", "float32", "--trace.start_step", "4"),
+    *("--trace.start_step", "4"),
 )
 LOSS_LINE = re.compile(r"step: *(\d+) +loss: +(\S+) +grad_norm: +(\S+)")
 
@@ -103,11 +103,38 @@ def test_it_trains_and_leaves_losses_events_and_a_trace_a_rank(runs: Runs, model
         content = trace(run.folder, rank)
         assert content["distributedInfo"]["rank"] == rank
         assert "ProfilerStep#4" in {event.get("name") for event in content["traceEvents"]}
-    summary = run.stdout.strip().splitlines()[-1]
+    summary, verdict = run.stdout.strip().splitlines()[-2:]
     first, last = run.losses[0][1], run.losses[-1][1]
     assert summary.startswith(f"trained {STEPS} steps: loss {first} (step 1) -> {last} (step {STEPS}); ")
-    assert summary.endswith(f"TensorBoard events: {run.folder}/tb; traces: {run.folder}/traces")
+    files = ", ".join(f"{run.folder}/traces/rank{rank}_step4.json.gz" for rank in (0, 1))
+    assert summary.endswith(f"TensorBoard events: {run.folder}/tb; traces: {files}")
+    assert verdict.startswith("verdict: ")
+    assert "all-gathers were moved by the host (shared memory)" in verdict or not switch
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_nothing_asks_for_attention_in_a_run_as_shipped(runs: Runs, model: str) -> None:
+    run = runs.get(model, True)
+    assert run.stderr == ""
+    assert "WARNING" not in run.stdout
+    assert "MFU" not in run.stdout
+    assert "mfu" not in run.stdout
+
+
+@pytest.mark.parametrize("switch", [False, True])
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_the_verdict_of_the_traced_step_is_in_tensorboard(runs: Runs, model: str, switch: bool) -> None:
+    series = scalar_series(runs.get(model, switch).folder)
+    traced = {tag: values for tag, values in series.items() if tag.startswith("fsdp_symm/trace/")}
+    assert all([step for step, _ in values] == [4] for values in traced.values())
+    value = {tag.removeprefix("fsdp_symm/trace/"): values[0][1] for tag, values in traced.items()}
+    assert 0 < value["exposed_ms"] <= value["comm_ms"]
+    assert value["sm_ms"] == 0
+    kinds = {"all_gather", "reduce_scatter", "all_reduce"} | ({"all_to_all"} if model == "moe" else set())
+    shares = {tag for tag in value if tag.startswith("engine_share/")}
+    assert shares == {f"engine_share/{kind}/host" for kind in kinds}
+    assert all(value[tag] == 1 for tag in shares)
 
 
 @pytest.mark.parametrize("model", ["dense", "moe"])
@@ -165,6 +192,57 @@ def test_a_config_error_is_one_line_and_status_2(tmp_path: Path, words: list[str
     assert run.stdout == ""
     assert run.stderr.count("\n") == 1
     assert run.stderr.startswith(f"config error: {line.format(bad=bad)}")
+
+
+def test_a_run_that_ends_before_the_window_claims_no_trace_and_judges_no_old_one(tmp_path: Path) -> None:
+    old = tmp_path / "traces" / "rank0_step10.json.gz"
+    old.parent.mkdir()
+    old.write_bytes(b"left by an earlier run")
+    short = ("--training.steps", "2", "--trace.start_step", "10")
+    run = start(
+        "--config", "configs/debug_dense_cpu.toml", "--dump_folder", str(tmp_path), *FAST, *short, folder=tmp_path
+    )
+    assert run.status == 0, run.stderr[-3000:]
+    assert run.stdout.strip().splitlines()[-1].endswith("; no trace: the run ended before step 10")
+    assert "verdict" not in run.stdout
+    assert old.read_bytes() == b"left by an earlier run"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--trace.ranks", "7"], "trace.ranks: found 7; allowed: 0 to 1 (this run's ranks)"),
+        (
+            ["--fsdp_symm.modules", "no.*"],
+            "[fsdp_symm]: set_symm_mem_for_comm: modules matches no FSDP module; found: 'no.*'; expected: a pattern or",
+        ),
+        (
+            ["--fsdp_symm.backend", "nccl"],
+            "command line: fsdp_symm.backend: found 'nccl'; allowed on CPU: 'auto', 'host'",
+        ),
+    ],
+)
+def test_a_config_error_under_torchrun_is_one_line_of_ours(tmp_path: Path, words: list[str], line: str) -> None:
+    config = ("--config", "configs/debug_dense_cpu.toml", "--dump_folder", str(tmp_path))
+    run = start(*config, *words, folder=tmp_path)
+    assert run.status == 1
+    assert "config error" not in run.stdout
+    assert "WARNING" not in run.stdout
+    ours, _, torchrun = run.stderr.partition("\n")
+    assert ours.startswith(f"config error: {line}")
+    assert "config error" not in torchrun
+    assert "ConfigError" not in torchrun, "torchrun repeats no traceback of ours"
+
+
+def test_modules_and_dedicated_all_gather_reach_the_switch(tmp_path: Path) -> None:
+    words = ("--fsdp_symm.modules", "layers.*", "--fsdp_symm.dedicated_all_gather", "--training.steps", "1")
+    run = start(
+        "--config", "configs/debug_dense_cpu.toml", "--dump_folder", str(tmp_path), *FAST, *words, folder=tmp_path
+    )
+    assert run.status == 0, run.stderr[-3000:]
+    assert "layers.5 (6)" in run.stdout, "six blocks of eight FSDP modules"
+    assert "not selected by modules" in " ".join(run.stdout.split())
+    assert run.stdout.count("fsdp_symm.dedicated_all_gather = true has no effect on CPU") == 1
 
 
 def test_under_torchrun_one_rank_says_it(tmp_path: Path) -> None:
