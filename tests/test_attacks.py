@@ -18,7 +18,7 @@ from fsdp_symm.errors import SymmMemError, SymmMemPeerError
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
 from fsdp_symm.plan import Ring
 from tests.harness import Ranks
-from tests.models import Block, Options, batch, build, grads, train_step
+from tests.models import ENGINE, Block, Options, batch, build, grads, train_step
 
 CPU = torch.device("cpu")
 
@@ -135,7 +135,7 @@ def _inference() -> bool:
         for item in waiting:
             item.wait()
         same = torch.equal(model(batch(0)), plain(batch(0)))
-        assert handle.stats().calls["all_gather"]["host"] == 4
+        assert handle.stats().calls["all_gather"][ENGINE] == 4
     return same
 
 
@@ -221,7 +221,7 @@ def _unfrozen(strict: bool) -> Any:
 
 def test_a_module_unfrozen_later_is_served_and_counted(ranks2: Ranks) -> None:
     calls, warned = ranks2.run(_unfrozen, True)[0]
-    assert calls == {"host": 4}
+    assert calls == {ENGINE: 4}
     assert not warned
 
 

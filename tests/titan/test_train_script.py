@@ -16,7 +16,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 REPO = Path(__file__).parents[2]
-STEPS = 10
+STEPS = 8
+OLD_TRACE = "traces/rank0_step10.json.gz"
 # Small steps; bfloat16 as shipped.
 FAST = (
     *("--training.steps", str(STEPS), "--training.seq_len", "64", "--training.local_batch_size", "1"),
@@ -73,6 +74,18 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("train"))
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two steps that end before the window, in a folder with an old trace, with part of the model switched."""
+    folder = tmp_path_factory.mktemp("short")
+    (folder / "traces").mkdir()
+    (folder / OLD_TRACE).write_bytes(b"left by an earlier run")
+    words = ("--training.steps", "2", "--trace.start_step", "10")
+    part = ("--fsdp_symm.modules", "layers.*", "--fsdp_symm.dedicated_all_gather")
+    config = ("--config", "configs/debug_dense_cpu.toml", "--dump_folder", str(folder))
+    return start(*config, *FAST, *words, *part, folder=folder)
 
 
 def scalar_series(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -194,18 +207,19 @@ def test_a_config_error_is_one_line_and_status_2(tmp_path: Path, words: list[str
     assert run.stderr.startswith(f"config error: {line.format(bad=bad)}")
 
 
-def test_a_run_that_ends_before_the_window_claims_no_trace_and_judges_no_old_one(tmp_path: Path) -> None:
-    old = tmp_path / "traces" / "rank0_step10.json.gz"
-    old.parent.mkdir()
-    old.write_bytes(b"left by an earlier run")
-    short = ("--training.steps", "2", "--trace.start_step", "10")
-    run = start(
-        "--config", "configs/debug_dense_cpu.toml", "--dump_folder", str(tmp_path), *FAST, *short, folder=tmp_path
-    )
-    assert run.status == 0, run.stderr[-3000:]
-    assert run.stdout.strip().splitlines()[-1].endswith("; no trace: the run ended before step 10")
-    assert "verdict" not in run.stdout
-    assert old.read_bytes() == b"left by an earlier run"
+def test_a_run_that_ends_before_the_window_claims_no_trace_and_judges_no_old_one(short: Run) -> None:
+    assert short.status == 0, short.stderr[-3000:]
+    assert short.stdout.strip().splitlines()[-1].endswith("; no trace: the run ended before step 10")
+    assert "verdict" not in short.stdout
+    assert (short.folder / OLD_TRACE).read_bytes() == b"left by an earlier run"
+
+
+def test_modules_and_dedicated_all_gather_reach_the_switch(short: Run) -> None:
+    assert short.status == 0, short.stderr[-3000:]
+    table = " ".join(short.stdout.split())
+    assert re.search(r"all_gather +layers.0 \.\. layers.5 +\d .* host ", table)
+    assert "plain not selected by" in table
+    assert short.stdout.count("fsdp_symm.dedicated_all_gather = true has no effect on CPU") == 1
 
 
 @pytest.mark.parametrize(
@@ -232,24 +246,6 @@ def test_a_config_error_under_torchrun_is_one_line_of_ours(tmp_path: Path, words
     assert ours.startswith(f"config error: {line}")
     assert "config error" not in torchrun
     assert "ConfigError" not in torchrun, "torchrun repeats no traceback of ours"
-
-
-def test_modules_and_dedicated_all_gather_reach_the_switch(tmp_path: Path) -> None:
-    words = ("--fsdp_symm.modules", "layers.*", "--fsdp_symm.dedicated_all_gather", "--training.steps", "1")
-    run = start(
-        "--config", "configs/debug_dense_cpu.toml", "--dump_folder", str(tmp_path), *FAST, *words, folder=tmp_path
-    )
-    assert run.status == 0, run.stderr[-3000:]
-    assert "layers.5 (6)" in run.stdout, "six blocks of eight FSDP modules"
-    assert "not selected by modules" in " ".join(run.stdout.split())
-    assert run.stdout.count("fsdp_symm.dedicated_all_gather = true has no effect on CPU") == 1
-
-
-def test_under_torchrun_one_rank_says_it(tmp_path: Path) -> None:
-    run = start("--config", "configs/none.toml", folder=tmp_path)
-    assert run.status != 0
-    assert run.stderr.count("config error: configs/none.toml: found No such file") == 1
-    assert "Traceback (most recent call last)" not in run.stderr.split("config error:")[0]
 
 
 def test_help_and_check(tmp_path: Path) -> None:
