@@ -10,6 +10,7 @@ gathered by one collective.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 # torch 2.13-2.15: the comm classes live in this private module; the public package exports none of them.
 from torch.distributed.fsdp._fully_shard import _fsdp_api as _api
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _native
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Role = Literal["all_gather", "reduce_scatter"]
 ROLES: tuple[Role, ...] = ("all_gather", "reduce_scatter")
@@ -71,6 +73,22 @@ def annotate(name: str, **args: str | int) -> AbstractContextManager[object]:
     recorder writes keyword values as JSON keys (``torch._C._profiler._RecordFunctionFast``, 2.13-2.15).
     """
     return _RecordFunctionFast(name, [], dict(args))
+
+
+# --- storage ---------------------------------------------------------------------------------------------------------
+
+
+def wrap_memory(pointer: int, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Callable[[], object | None]]:
+    """``uint8 [nbytes]`` over somebody else's memory, and a call that answers ``None`` once its storage is gone.
+
+    ``torch._C._construct_storage_from_data_pointer`` (2.13-2.15, used by torch's own CUDA-graph trees) asks the driver
+    nothing; ``torch.as_tensor`` would look the pointer up on every call. ``StorageWeakRef`` sees every view.
+    """
+    storage: Any = torch._C._construct_storage_from_data_pointer(pointer, device, nbytes)
+    tensor = torch.empty(0, dtype=torch.uint8, device=device)
+    tensor.set_(storage, 0, (nbytes,))  # type: ignore[call-overload]  # pyright does not know this overload
+    reference = StorageWeakRef(storage)
+    return tensor, lambda: None if reference.expired() else reference
 
 
 # --- FSDP2 -------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def _run_fsdp_step(args: argparse.Namespace) -> int:
 
     try:
         bench = StepBench(args.ranks, _step_widths(args), args.tokens, args.steps, args.traces)
-        lines = measure(bench, f"fsdp-symm bench fsdp-step --csv {args.csv} --ranks {args.ranks}")
+        lines = measure(bench, _command(args))
     except (SymmMemError, argparse.ArgumentTypeError) as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"fsdp-symm bench fsdp-step: {error}")
         return 2
@@ -76,6 +76,13 @@ def _step_widths(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
     return widths
 
 
+def _command(args: argparse.Namespace) -> str:
+    """What to type to measure again, every option spelled out."""
+    options = [f"--{name.replace('_', '-')} {value}" for name, value in vars(args).items() if value is not None]
+    given = [o for o in options if not o.startswith(("--command", "--bench", "--traces"))]
+    return f"fsdp-symm bench {args.bench} {' '.join(given)}"
+
+
 def _run_host(args: argparse.Namespace) -> int:
     problem = _bad_host_argument(args)
     if problem is not None:
@@ -84,7 +91,7 @@ def _run_host(args: argparse.Namespace) -> int:
     from fsdp_symm.bench.host import HostBench, measure
 
     bench = HostBench(ranks=args.ranks, max_bytes=int(args.max_mib * 2**20), seconds=args.seconds)
-    rows = measure(bench, f"fsdp-symm bench host --csv {args.csv}")
+    rows = measure(bench, _command(args))
     schema.write(args.csv, rows)
     Console(soft_wrap=True, highlight=False).print(tables.host_table(rows))
     return 0

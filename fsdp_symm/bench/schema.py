@@ -107,6 +107,12 @@ def write(path: Path, rows: Iterable[Row]) -> None:
         writer.writerows(asdict(row) for row in rows)
 
 
+def read_lines(path: Path) -> list[dict[str, str]]:
+    """Every column as text."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def read(path: Path) -> list[Row]:
     """Read what :func:`write` wrote; further columns are left out."""
     kinds = {"ranks": int, "bytes": int, "n": int, "median_us": float, "min_us": float, "max_us": float}

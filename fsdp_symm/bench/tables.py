@@ -60,9 +60,36 @@ def step_table(lines: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*table, "", f"{first['hardware']}; {first['versions']}; `{first['command']}`."])
 
 
+def inspect_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: how fast traces are read, and how much memory that takes."""
+    table = ["| who | trace | MB/s (median of n) | n | peak memory |", "|---|---|---|---|---|"]
+    for x in lines:
+        table.append(
+            f"| {x['variant']} | {int(x['bytes']) / 1e6:.0f} MB | {float(x['mb_per_s']):.0f} | {x['n']} "
+            f"| {int(x['peak_bytes']) / 1e6:.0f} MB |"
+        )
+    first = lines[0]
+    return "\n".join([*table, "", f"{first['hardware']}; {first['versions']}; `{first['command']}`."])
+
+
+def _host(path: Path) -> str:
+    return host_table(schema.read(path))
+
+
+def _steps(path: Path) -> str:
+    return step_table(schema.read_lines(path))
+
+
+def _inspect(path: Path) -> str:
+    return inspect_table(schema.read_lines(path))
+
+
 # marker -> (CSV below the repository, how it becomes a table)
-TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
-    "host_vs_gloo": ("profiles/host_vs_gloo.csv", host_table),
+TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
+    "host_vs_gloo": ("profiles/host_vs_gloo.csv", _host),
+    "fsdp_step_w2": ("profiles/fsdp_step_w2.csv", _steps),
+    "fsdp_step_w4": ("profiles/fsdp_step_w4.csv", _steps),
+    "inspect": ("profiles/inspect.csv", _inspect),
 }
 
 
@@ -96,7 +123,7 @@ def renew(root: Path, *, check: bool) -> int:
         if not path.is_file():
             console.print(f"fsdp-symm bench tables: found no {path}, expected a CSV, fix: run the benchmark first")
             return 2
-        replaced = _replace(new, marker, make(schema.read(path)))
+        replaced = _replace(new, marker, make(path))
         if replaced is None:
             console.print(
                 f"fsdp-symm bench tables: found no single pair of markers for {marker!r} in {readme}, expected "

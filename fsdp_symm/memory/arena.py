@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +56,7 @@ class Lease:
     nbytes: int
     owner: str
     sequence: int
-    alive: weakref.ref[object]
+    alive: Callable[[], object | None]
     epoch: int | None = None
 
 

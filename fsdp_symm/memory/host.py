@@ -23,6 +23,7 @@ import select
 import struct
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -277,7 +278,7 @@ class HostSegment:
 
     # --- memory ---
 
-    def lease(self, offset: int, nbytes: int) -> tuple[torch.Tensor, weakref.ref[object]]:
+    def lease(self, offset: int, nbytes: int) -> tuple[torch.Tensor, Callable[[], object | None]]:
         """A fresh tensor over own data bytes ``[offset, offset + nbytes)``, and a reference that dies with its storage.
 
         torch keeps the Python buffer behind a storage alive exactly as long as any tensor or view uses that storage,

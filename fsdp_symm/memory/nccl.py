@@ -9,7 +9,7 @@ a slot needs no barrier of its own, only the order of the local streams.
 from __future__ import annotations
 
 import contextlib
-import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,27 +22,8 @@ from fsdp_symm.memory.nccl_library import NcclLibrary, nccl_library
 from fsdp_symm.memory.segment import SlotUse
 from fsdp_symm.rendezvous import exchange
 
-
-class _Allocation:
-    """Owns ``ncclMemAlloc`` memory; freed when the segment and the last tensor over it are gone."""
-
-    def __init__(self, library: NcclLibrary, nbytes: int) -> None:
-        self.pointer = library.mem_alloc(nbytes)
-        # At exit the driver takes the memory back; freeing it then would race with the end of the CUDA context.
-        weakref.finalize(self, library.mem_free, self.pointer).atexit = False
-
-
-class _Bytes:
-    """A piece of the allocation that torch can wrap; torch holds it as long as a storage over it lives."""
-
-    def __init__(self, allocation: _Allocation, offset: int, nbytes: int) -> None:
-        self._allocation = allocation
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (allocation.pointer + offset, False),
-            "version": 2,
-        }
+# Memory of closed segments over which a tensor was still alive: never freed, since torch does not own it.
+_kept: list[int] = []
 
 
 @dataclass
@@ -82,10 +63,11 @@ class NcclSegment:
         self._group = group
         self._timeout_s = timeout_s
         self._uses: dict[int, _LastUse] = {}
+        self._alive: dict[int, Callable[[], object | None]] = {}  # by offset: does a tensor still lie there?
         self._closed = False
         self._failure: str | None = None
         with torch.cuda.device(device):
-            self._library, self._allocation = self._allocate()
+            self._library, self._pointer = self._allocate()
             self._communicator, self._window = self._register()
         self._notices = self._notice_board(num_slots)
 
@@ -104,17 +86,17 @@ class NcclSegment:
         if failed:
             raise SymmMemMemoryError("\n".join(f"rank {rank}: {text}" for rank, text in failed))
 
-    def _allocate(self) -> tuple[NcclLibrary, _Allocation]:
-        library, allocation, error = None, None, None
+    def _allocate(self) -> tuple[NcclLibrary, int]:
+        library, pointer, error = None, 0, None
         try:
             library = nccl_library()
-            allocation = _Allocation(library, self.nbytes)
+            pointer = library.mem_alloc(self.nbytes)
         except SymmMemMemoryError as failure:
             error = str(failure)
         self._tell(error)
-        if library is None or allocation is None:
+        if library is None:
             raise SymmMemMemoryError(f"rank {self.ranks[self.rank]}: {error}")
-        return library, allocation
+        return library, pointer
 
     def _register(self) -> tuple[int, int]:
         # A communicator is made by its first collective unless device_id was given; windows need it to exist.
@@ -123,11 +105,12 @@ class NcclSegment:
         communicator = compat_nccl.comm_pointer(self._group, self.device)
         window, error = None, None
         try:
-            window = self._library.window_register(communicator, self._allocation.pointer, self.nbytes)
+            window = self._library.window_register(communicator, self._pointer, self.nbytes)
         except SymmMemMemoryError as failure:
             error = str(failure)
         self._tell(error)
         if window is None:  # the same on every rank: NCCL decides it for the communicator
+            self._library.mem_free(self._pointer)
             raise SymmMemUnavailableError(
                 problem(
                     f"NCCL gave no window to the group of ranks {list(self.ranks)}",
@@ -147,14 +130,15 @@ class NcclSegment:
 
     # --- memory ---
 
-    def lease(self, offset: int, nbytes: int) -> tuple[torch.Tensor, weakref.ref[object]]:
+    def lease(self, offset: int, nbytes: int) -> tuple[torch.Tensor, Callable[[], object | None]]:
         """See :class:`fsdp_symm.memory.segment.Segment`."""
-        piece = _Bytes(self._allocation, offset, nbytes)
-        return torch.as_tensor(piece, device=self.device), weakref.ref(piece)
+        tensor, alive = compat.wrap_memory(self._pointer + offset, nbytes, self.device)
+        self._alive[offset] = alive
+        return tensor, alive
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """See :class:`fsdp_symm.memory.segment.Segment`."""
-        offset = tensor.data_ptr() - self._allocation.pointer
+        offset = tensor.data_ptr() - self._pointer
         return offset if 0 <= offset < self.nbytes else None
 
     # --- order ---
@@ -215,8 +199,8 @@ class NcclSegment:
     def close(self) -> None:
         """Deregister the window and let go of the memory. Collective, in the order of creation; safe to call twice.
 
-        After a failure, or when the process group is gone, the window is left to NCCL: deregistering waits for all
-        ranks, and a destroyed communicator cannot be asked.
+        After a failure, or when the process group is gone, window and memory are left to NCCL and the driver:
+        deregistering waits for all ranks, and a destroyed communicator cannot be asked.
 
         Raises:
             SymmMemTimeoutError: a living rank of this host did not close in time.
@@ -236,4 +220,12 @@ class NcclSegment:
                 with torch.cuda.device(self.device):
                     torch.cuda.synchronize(self.device)
                     self._library.window_deregister(self._communicator, self._window)
+                    self._release()
             self._failure = self._failure or "it was closed"
+
+    def _release(self) -> None:
+        """Free the memory, unless a tensor still lies there: it would be left pointing at nothing."""
+        if any(alive() is not None for alive in self._alive.values()):
+            _kept.append(self._pointer)
+        else:
+            self._library.mem_free(self._pointer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -38,8 +38,8 @@ class Segment(Protocol):
     nbytes: int
     wait_s: float
 
-    def lease(self, offset: int, nbytes: int) -> tuple[torch.Tensor, weakref.ref[object]]:
-        """A fresh ``uint8 [nbytes]`` over the slots' bytes, and a reference that dies with its storage."""
+    def lease(self, offset: int, nbytes: int) -> tuple[torch.Tensor, Callable[[], object | None]]:
+        """A fresh ``uint8 [nbytes]`` over the slots' bytes, and a call that is ``None`` once its storage is gone."""
         ...
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:

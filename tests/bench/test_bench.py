@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp_symm.bench import schema, tables
 from fsdp_symm.cli import main
@@ -58,20 +60,24 @@ def test_the_readme_is_generated_from_the_committed_csv() -> None:
 
 def _repository(folder: Path, readme: str) -> Path:
     (folder / "README.md").write_text(readme)
+    shutil.copytree(ROOT / "profiles", folder / "profiles")
     row = schema.Row("all_gather", "gloo", 2, 2**20, "float32", 3000.0, 1.0, 9.0, 5, "v", "h", "c")
-    for _, (path, _) in tables.TABLES.items():
-        schema.write(folder / path, [row, replace(row, variant="host", median_us=1000.0)])
+    schema.write(folder / "profiles/host_vs_gloo.csv", [row, replace(row, variant="host", median_us=1000.0)])
     return folder
 
 
+def _markers(*names: str) -> str:
+    return "\n".join(f"<!-- table:{name} -->\nstale\n<!-- /table:{name} -->" for name in names)
+
+
 def test_tables_are_renewed_between_their_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "head\n<!-- table:host_vs_gloo -->\nstale\n<!-- /table:host_vs_gloo -->\ntail\n"
-    root = _repository(tmp_path, text)
+    root = _repository(tmp_path, f"head\n{_markers(*tables.TABLES)}\ntail\n")
     assert main(["bench", "tables", "--root", str(root), "--check"]) == 1
     assert "differs from its CSVs" in capsys.readouterr().err
     assert main(["bench", "tables", "--root", str(root)]) == 0
     renewed = (root / "README.md").read_text()
     assert "| 1 MiB | 3.00 ms (0.00-0.01) | 1.00 ms (0.00-0.01) | 3.0x |" in renewed
+    assert "| d4096_l4 | 4 | symm |" in renewed
     assert "stale" not in renewed
     assert renewed.startswith("head\n")
     assert renewed.endswith("tail\n")
@@ -87,6 +93,44 @@ def test_tables_name_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixtu
     (root / "profiles/host_vs_gloo.csv").unlink()
     assert main(["bench", "tables", "--root", str(root)]) == 2
     assert "expected a CSV, fix: run the benchmark first" in capsys.readouterr().err
+
+
+BAD_STEPS = {
+    "--ranks": (["--ranks", "1"], "--ranks 1 --steps 12: expected at least 2 ranks"),
+    "--tokens": (["--tokens", "1000"], "--tokens: found 1000, expected a multiple of 1024"),
+    "--widths": (["--widths", "100x2"], "--widths: found 100x2, expected WIDTHxBLOCKS"),
+    "text": (["--widths", "wide"], "--widths: found wide"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STEPS)
+def test_bad_step_arguments(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments, text = BAD_STEPS[name]
+    assert main(["bench", "fsdp-step", "--csv", str(tmp_path / "x.csv"), *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_the_step_benchmark_needs_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", "fsdp-step", "--csv", str(tmp_path / "x.csv")]) == 2
+    assert "found no GPU, expected one or more" in capsys.readouterr().err
+
+
+def test_the_committed_traces_say_what_the_tables_say() -> None:
+    from fsdp_symm.bench.fsdp_step import judge_trace
+
+    for ranks in (2, 4):
+        judged = judge_trace(ROOT / f"profiles/fsdp_step_symm_w{ranks}_d4096.json.gz")
+        assert judged["gathers"] == judged["copy_engine_gathers"] == 8
+        assert judged["reduces"] == judged["symmetric_reduces"] == 4
+
+
+@pytest.mark.parametrize("name", ["inspect", "diff", "bench", "doctor"])
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"fsdp-symm {name}" in capsys.readouterr().out
 
 
 def test_the_command_line_starts_without_torch() -> None:
