@@ -193,7 +193,7 @@ def main() -> int:
     variants = [v for v, library in _LIBRARIES.items() if not library or _has(library)]
     if args.hta_python:
         variants.append("HolisticTraceAnalysis")
-    command = f"python -m fsdp_symm.bench.inspect_bench --csv {args.csv}"
+    command = f"python -m fsdp_symm.bench.inspect_bench --csv {args.csv} --hta-python PYTHON"
     rows = list(measure(args.mb, variants, args.repeats, args.hta_python, command))
     if args.large_mb:
         rows += measure(args.large_mb, ["fsdp_symm inspect"], args.repeats, None, command)
