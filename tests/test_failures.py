@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from fsdp_symm import SymmMemAllGather, SymmMemArena, SymmMemReduceScatter, set_symm_mem_for_comm
 from fsdp_symm.errors import SymmMemError
-from fsdp_symm.memory.host import SHM_DIR_VARIABLE
+from fsdp_symm.memory.shared_file import SHM_DIR_VARIABLE
 from fsdp_symm.plan import Ring
 from tests.harness import Failure, Ranks, fresh_ranks
 from tests.models import Options, batch, build, train_step

@@ -15,7 +15,7 @@ import torch
 import fsdp_symm
 from fsdp_symm.doctor.report import BackendRow, DoctorReport, Gpu, NvLink, Shm, Versions
 from fsdp_symm.guards import GroupFacts, findings, first_line, local_facts
-from fsdp_symm.memory.host import SHM_DIR_VARIABLE
+from fsdp_symm.memory.shared_file import SHM_DIR_VARIABLE
 
 _TOOL_TIMEOUT_S = 20.0
 

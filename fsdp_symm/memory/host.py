@@ -3,174 +3,39 @@
 The file never has a name (``O_TMPFILE``): peers open it through ``/proc/PID/fd/N``, so nothing can stay behind in
 ``/dev/shm``, whenever a rank is killed. Pages are reserved when the file is made, so that a full ``/dev/shm`` is an
 error at the switch and not a bus error in the middle of a step.
-
-Layout of a segment, in bytes::
-
-    0      failed   u32, then 64-byte cells: closed, and ready/done for each role
-    1024   failure text: u32 length, then UTF-8
-    2048   signatures: 256 bytes a slot (u16 length, then text), the call that a rank published
-    C      data (C is the control size, a multiple of the page size)
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
-import mmap
 import os
-import select
-import struct
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from fsdp_symm import compat
-from fsdp_symm.compat import ROLES, Role
+from fsdp_symm.compat import Role
 from fsdp_symm.errors import SymmMemMemoryError, SymmMemPeerError, SymmMemTimeoutError, problem
 from fsdp_symm.memory import signals
 from fsdp_symm.memory.segment import SlotUse
-from fsdp_symm.memory.signals import Word
+from fsdp_symm.memory.shared_file import (
+    Invitation,
+    Kind,
+    Mapping,
+    control_bytes,
+    fit,
+    host_identity,
+    inode_of,
+    is_dead,
+    reserve,
+)
 from fsdp_symm.rendezvous import exchange
 
-SHM_DIR_VARIABLE = "FSDP_SYMM_SHM_DIR"
-_CELL_BYTES = 64  # one cache line a word, so that ranks do not fight over one
-_TEXT_AT, _TEXT_BYTES = 1024, 1000
-_SIGNATURES_AT, _SIGNATURE_BYTES = 2048, 256
 _SPIN_S = 30e-6  # a peer that is nearly there costs less than two system calls
 _SLICE_S = 0.1  # how often a sleeping rank looks whether its peers are alive
-
-Kind = Literal["ready", "done"]
-
-
-def shm_dir() -> str:
-    """Where segments are made: ``/dev/shm`` unless ``FSDP_SYMM_SHM_DIR`` names another tmpfs."""
-    return os.environ.get(SHM_DIR_VARIABLE, "/dev/shm")
-
-
-def control_bytes(num_slots: int) -> int:
-    """Size of a segment's control part."""
-    needed = _SIGNATURES_AT + _SIGNATURE_BYTES * num_slots
-    return -(-needed // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _reserve(nbytes: int) -> int:
-    """Make an unnamed file of ``nbytes`` with all its pages; returns the descriptor."""
-    folder = shm_dir()
-    what = f"host symmetric memory: {nbytes} bytes ({nbytes / 2**20:.1f} MiB) in {folder} could not be had"
-    try:
-        descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise SymmMemMemoryError(
-            problem(
-                what,
-                found=error.strerror,
-                expected="a writable tmpfs",
-                fix=f"mount a tmpfs there (`mount -t tmpfs tmpfs {folder}`) or set {SHM_DIR_VARIABLE}",
-            )
-        ) from error
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        os.close(descriptor)
-        stat = os.statvfs(folder)
-        raise SymmMemMemoryError(
-            problem(
-                what,
-                found=f"{stat.f_bavail * stat.f_frsize} bytes free ({error.strerror})",
-                expected=f"{nbytes} bytes free for this rank, and as much again for every other rank",
-                fix=f"enlarge it (`mount -o remount,size=... {folder}`, `docker run --shm-size ...`), raise "
-                f"min_bytes, or name fewer modules",
-            )
-        ) from error
-    return descriptor
-
-
-class _Mapping:
-    """One rank's segment in this process."""
-
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        self.map = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self.failed = Word(self.map, 0)
-        self.closed = Word(self.map, _CELL_BYTES)
-        self._words = {
-            (kind, role): Word(self.map, _CELL_BYTES * (2 + 2 * index + offset))
-            for index, role in enumerate(ROLES)
-            for offset, kind in enumerate(("ready", "done"))
-        }
-        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
-
-    def word(self, kind: Kind, role: Role) -> Word:
-        return self._words[kind, role]
-
-    def fail(self, text: str) -> None:
-        data = text.encode()[:_TEXT_BYTES]
-        self.map[_TEXT_AT : _TEXT_AT + 4 + len(data)] = struct.pack("<I", len(data)) + data
-        self.failed.publish(1)
-        for word in self._words.values():
-            word.wake()
-        self.closed.wake()
-
-    def failure(self) -> str | None:
-        if not self.failed.reached(1):
-            return None
-        (length,) = struct.unpack_from("<I", self.map, _TEXT_AT)
-        return self.map[_TEXT_AT + 4 : _TEXT_AT + 4 + length].decode(errors="replace")
-
-    def sign(self, index: int, text: str) -> None:
-        data = _fit(text)
-        at = _SIGNATURES_AT + index * _SIGNATURE_BYTES
-        self.map[at : at + 2 + len(data)] = struct.pack("<H", len(data)) + data
-
-    def signature(self, index: int) -> str:
-        at = _SIGNATURES_AT + index * _SIGNATURE_BYTES
-        (length,) = struct.unpack_from("<H", self.map, at)
-        return self.map[at + 2 : at + 2 + length].decode(errors="replace")
-
-
-def _fit(text: str) -> bytes:
-    """The text, or its head and a digest of the whole where it is longer than a signature has room for."""
-    data, room = text.encode(), _SIGNATURE_BYTES - 2
-    if len(data) <= room:
-        return data
-    mark = f"...#{hashlib.sha256(data).hexdigest()[:16]}".encode()
-    return data[: room - len(mark)].decode(errors="ignore").encode() + mark
-
-
-@dataclass(frozen=True)
-class _Invitation:
-    """What a rank tells its peers about its segment; ``inode`` proves that a descriptor is still the same file."""
-
-    host: str
-    pid: int
-    descriptor: int
-    inode: str
-    nbytes: int
-    error: str | None
-
-    def dump(self) -> bytes:
-        return json.dumps(self.__dict__).encode()
-
-    @staticmethod
-    def load(data: bytes) -> _Invitation:
-        return _Invitation(**json.loads(data))
-
-
-def _inode(descriptor: int) -> str:
-    stat = os.fstat(descriptor)
-    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}"
-
-
-def _host_identity() -> str:
-    """Kernel boot and PID namespace: ranks that share both can open each other's descriptors."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 class HostSegment:
@@ -198,7 +63,7 @@ class HostSegment:
         self.nbytes = self.data_at + data_bytes
         self._broken: str | None = None
         self._closed = False
-        self._mappings: list[_Mapping] = []
+        self._mappings: list[Mapping] = []
         self._pidfds: list[int | None] = []
         self._open(group)
         self._own = self._mappings[self.rank]
@@ -211,13 +76,13 @@ class HostSegment:
         descriptor, error = -1, signals.unsupported_reason()
         if error is None:
             try:
-                descriptor = _reserve(self.nbytes)
+                descriptor = reserve(self.nbytes)
             except SymmMemMemoryError as failure:
                 error = str(failure)
-        inode = _inode(descriptor) if descriptor >= 0 else ""
-        mine = _Invitation(_host_identity(), os.getpid(), descriptor, inode, self.nbytes, error)
+        inode = inode_of(descriptor) if descriptor >= 0 else ""
+        mine = Invitation(host_identity(), os.getpid(), descriptor, inode, self.nbytes, error)
         try:
-            invitations = [_Invitation.load(d) for d in self._exchange(group, mine.dump())]
+            invitations = [Invitation.load(d) for d in self._exchange(group, mine.dump())]
             self._refuse_errors([i.error for i in invitations])
             self._refuse_other_hosts(invitations)
             error = self._map(invitations, descriptor)
@@ -240,7 +105,7 @@ class HostSegment:
         if failed:
             raise SymmMemMemoryError("\n".join(f"rank {rank}: {text}" for rank, text in failed))
 
-    def _refuse_other_hosts(self, invitations: list[_Invitation]) -> None:
+    def _refuse_other_hosts(self, invitations: list[Invitation]) -> None:
         away = [r for r, i in zip(self.ranks, invitations, strict=True) if i.host != invitations[0].host]
         if away:
             raise SymmMemMemoryError(
@@ -252,7 +117,7 @@ class HostSegment:
                 )
             )
 
-    def _map(self, invitations: list[_Invitation], descriptor: int) -> str | None:
+    def _map(self, invitations: list[Invitation], descriptor: int) -> str | None:
         """Map everybody's segment; returns the error as text so that all ranks hear of it."""
         for index, invitation in enumerate(invitations):
             own = index == self.rank
@@ -260,9 +125,9 @@ class HostSegment:
             try:
                 peer = descriptor if own else os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
-                    if _inode(peer) != invitation.inode:
+                    if inode_of(peer) != invitation.inode:
                         raise FileNotFoundError(0, "another file by now: the rank has gone on without this one")
-                    self._mappings.append(_Mapping(peer, invitation.nbytes))
+                    self._mappings.append(Mapping(peer, invitation.nbytes))
                 finally:
                     if not own:
                         os.close(peer)
@@ -328,7 +193,7 @@ class HostSegment:
             SymmMemPeerError: quotes both calls.
         """
         theirs = self._mappings[peer].signature(slot_index)
-        if theirs != _fit(mine).decode(errors="replace"):
+        if theirs != fit(mine).decode(errors="replace"):
             raise SymmMemPeerError(
                 problem(
                     "the ranks of one group issued different collectives",
@@ -406,7 +271,7 @@ class HostSegment:
         dead = [
             r
             for r, pidfd in zip(self.ranks, self._pidfds, strict=True)
-            if r in late and pidfd is not None and _is_dead(pidfd)
+            if r in late and pidfd is not None and is_dead(pidfd)
         ]
         if dead:
             raise SymmMemPeerError(
@@ -474,12 +339,5 @@ class HostSegment:
         return [
             p
             for p, (mapping, pidfd) in enumerate(zip(self._mappings, self._pidfds, strict=True))
-            if pidfd is not None and not mapping.closed.reached(1) and mapping.failure() is None and not _is_dead(pidfd)
+            if pidfd is not None and not mapping.closed.reached(1) and mapping.failure() is None and not is_dead(pidfd)
         ]
-
-
-def _is_dead(pidfd: int) -> bool:
-    """A pidfd turns readable when its process ends, also while it is an unreaped zombie (pidfd_open(2))."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))

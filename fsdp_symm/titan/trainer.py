@@ -213,5 +213,8 @@ class SymmTrainer(Trainer):
 
 def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
-    assert world is not None  # torchtitan has made it
+    if world is None:
+        raise ConfigError(
+            "trainer: found no process group; expected one made by torchtitan; fix: build the trainer first"
+        )
     return world

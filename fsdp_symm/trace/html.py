@@ -1,7 +1,7 @@
 """A self-contained HTML page: cards, a timeline on canvas, tables. No network, no library.
 
-Plotly's bundle is 4.7 MB of script for each page; the timeline here is 120 lines (`page.js`), so a report of a step is
-well below 1 MB and opens from a mail attachment.
+Plotly's bundle is several MB of script for each page; the timeline here is 120 lines (`page.js`), so a report of a
+step is well below 1 MB and opens from a mail attachment.
 """
 
 from __future__ import annotations
