@@ -36,20 +36,21 @@ class _SymmMemComm(SymmMemAllocMixin):
             if self._current is not None and buffer.numel():
                 self.plain_path("the buffer was not allocated by this comm")
             return None
-        if found[0].group_name != compat.group_name(group):
+        if found[0].serves is not group and found[0].group_name != compat.group_name(group):
             self.plain_path(f"the call's process group {compat.group_name(group)} is not the arena's")
             return None
         return found
 
     def _range(self, nbytes: int, engine: str, group: dist.ProcessGroup, op: str) -> AbstractContextManager[object]:
-        self.counters.add(self.role, engine, nbytes * (group.size() - 1) // group.size())
+        world_size = group.size()
+        self.counters.add(self.role, engine, nbytes * (world_size - 1) // world_size)
         return compat.annotate(
             f"fsdp_symm::{self.role}",
             module=self.module,
             bytes=nbytes,
             engine=engine,
             group=compat.group_name(group),
-            group_size=group.size(),
+            group_size=world_size,
             op=op,
         )
 

@@ -139,7 +139,8 @@ class SymmMemArena:
                 )
             )
         self.group = group
-        self.group_name = compat.group_name(group if serves is None else serves)
+        self.serves = group if serves is None else serves
+        self.group_name = compat.group_name(self.serves)
         self.ranks = compat.group_ranks(group)
         self.backend = backend
         self._rings: dict[Role, Ring] = {ring.role: ring for ring in rings}
@@ -191,6 +192,10 @@ class SymmMemArena:
         return None
 
     def acquire(self, role: Role, nbytes: int, *, owner: str = "") -> torch.Tensor:
+        """:meth:`acquire_lease` without the lease, for those who find it by its tensor (:meth:`lease_of`)."""
+        return self.acquire_lease(role, nbytes, owner=owner)[0]
+
+    def acquire_lease(self, role: Role, nbytes: int, *, owner: str = "") -> tuple[torch.Tensor, Lease]:
         """The next slot of a ring as ``uint8 [nbytes]``. Waits until peers have read what the slot held before.
 
         All ranks must call it in the same order. The slot is in use until the last tensor over it is gone.
@@ -215,10 +220,11 @@ class SymmMemArena:
                 raise
             offset = start + slot * ring.slot_bytes
             tensor, alive = self.segment.lease(offset, nbytes)
-            self._leases[first + slot] = Lease(role, slot, first + slot, offset, nbytes, owner, sequence, alive)
+            lease = Lease(role, slot, first + slot, offset, nbytes, owner, sequence, alive)
+            self._leases[first + slot] = lease
             self._handed_out[role] = sequence + 1
             self.segment.acquired(first + slot)
-            return tensor
+            return tensor, lease
 
     def _retire(self, role: Role, index: int, owner: str) -> None:
         last = self._leases[index]

@@ -47,6 +47,7 @@ class SymmMemAllocMixin:
         self.strict = strict
         self.counters = counters if counters is not None else Counters()
         self._current: SymmMemArena | None = None  # the arena that the last buffer came from
+        self._last: tuple[int, Lease] | None = None  # where the last buffer lies, and its slot
         self._world_size = 0  # ranks of the last choice, 0 without an arena
         self._warned: set[str] = set()
 
@@ -61,7 +62,7 @@ class SymmMemAllocMixin:
         """
         numel = math.prod(int(s) for s in size)
         nbytes = numel * dtype.itemsize
-        arena, self._current = self._choose(), None
+        arena, self._current, self._last = self._choose(), None, None
         self._world_size = 0 if arena is None else len(arena.ranks)
         reason = "its process group has no arena" if arena is None else arena.why_not(self.role, nbytes)
         if arena is not None and arena.device != device:
@@ -71,12 +72,15 @@ class SymmMemAllocMixin:
             return torch.empty(tuple(size), dtype=dtype, device=device)
         if nbytes == 0:
             return torch.empty(tuple(size), dtype=dtype, device=device)
-        self._current = arena
-        return arena.acquire(self.role, nbytes, owner=self.module).view(dtype).view(tuple(size))
+        tensor, lease = arena.acquire_lease(self.role, nbytes, owner=self.module)
+        self._current, self._last = arena, (tensor.data_ptr(), lease)
+        return tensor.view(dtype).view(tuple(size))
 
     def lease_of(self, tensor: torch.Tensor) -> tuple[SymmMemArena, Lease] | None:
         """The arena and slot that hold ``tensor``, or ``None`` for ordinary memory."""
         arena = self._current
+        if arena is not None and self._last is not None and tensor.data_ptr() == self._last[0]:
+            return (arena, self._last[1]) if tensor.is_contiguous() else None
         lease = None if arena is None else arena.lease_of(tensor)
         return None if arena is None or lease is None else (arena, lease)
 

@@ -15,6 +15,7 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _WAKE_ALL = 2**31 - 1
 # linux/arch/*/include: the futex system call's number.
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_NUMBER = ctypes.c_long(_SYS_FUTEX.get(platform.machine(), -1))
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -36,7 +37,7 @@ def _futex(address: int, operation: int, value: int, timeout_s: float | None = N
     if timeout_s is not None:
         spec = ctypes.byref(_Timespec(int(timeout_s), int(timeout_s % 1 * 1e9)))
     result = _libc.syscall(
-        ctypes.c_long(_SYS_FUTEX[platform.machine()]),
+        _NUMBER,
         ctypes.c_void_p(address),
         ctypes.c_int(operation),
         ctypes.c_uint32(value),
@@ -49,6 +50,7 @@ def _futex(address: int, operation: int, value: int, timeout_s: float | None = N
         raise OSError(code, f"futex: {os.strerror(code)}")
 
 
+_ORDERED = platform.machine() == "x86_64"
 _private = ctypes.c_uint32(0)
 
 
@@ -58,7 +60,7 @@ def _fence() -> None:
     x86-64 keeps stores in order and loads in order, so nothing is needed. Elsewhere the kernel's futex wake runs a
     full barrier before it looks for waiters (kernel/futex: ``futex_hb_waiters_pending``), which serves as one.
     """
-    if platform.machine() != "x86_64":
+    if not _ORDERED:
         _futex(ctypes.addressof(_private), _FUTEX_WAKE, 1)
 
 

@@ -44,8 +44,10 @@ class NcclWire:
     def all_gather(
         self, output: torch.Tensor, lease: Lease, epoch: int, *, module: str, async_op: bool
     ) -> dist.Work | None:
-        """In-place all-gather on the slot; arguments as for :meth:`fsdp_symm.wire.host.HostWire.all_gather`."""
-        self._segment.check_health(f"all_gather of {module!r} (epoch {epoch})")
+        """In-place all-gather on the slot; arguments as for the host wire.
+
+        Peers' failures are looked at when the slot is acquired, right before.
+        """
         chunk = output.numel() // self._group.size()
         own = output.narrow(0, self._group.rank() * chunk, chunk)
         work = compat.plain_comm("all_gather")(output, own, self._group, async_op)
@@ -66,7 +68,6 @@ class NcclWire:
         async_op: bool,
     ) -> dist.Work | None:
         """Reduce-scatter from the slot into ordinary memory; arguments as for the host wire."""
-        self._segment.check_health(f"reduce_scatter of {module!r} (epoch {epoch})")
         rewritten, factor = rewrite_op(op, self._group.size(), self._version)
         work = compat.plain_comm("reduce_scatter")(output, input_, self._group, rewritten, async_op)
         if factor is not None:
