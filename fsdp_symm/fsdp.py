@@ -207,7 +207,7 @@ def set_symm_mem_for_comm(
     agree(plans, options=options.digest_text(), timeout_s=timeout_s)
     _announce(members, skips, options.strict)
     plans = tuple(plan for plan in plans if plan.rings)
-    verdicts = judge_all(plans, timeout_s=timeout_s)
+    verdicts = judge_all(plans, dedicated=dedicated_all_gather, timeout_s=timeout_s)
     _announce_verdicts(verdicts, options.strict)
     arenas = allocate(plans, verdicts, options)
     counters = Counters()
