@@ -57,7 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args_in[:1] == [name]:
             _load(name).configure(sub)
     args = parser.parse_args(args_in)
-    return _load(args.command).run(args)
+    try:
+        return _load(args.command).run(args)
+    except KeyboardInterrupt:
+        print(f"fsdp-symm {args.command}: interrupted", file=sys.stderr)
+        return 130  # what a shell reports for SIGINT
 
 
 if __name__ == "__main__":

@@ -51,15 +51,15 @@ def run(args: argparse.Namespace) -> int:
         reports = [build_report(side) for side in judged]
         found = compare(reports[0], reports[1])
         if args.html:
-            write(args.html, diff_page(judged, reports, found))
+            write(args.html, diff_page(judged, reports, found), [one.trace for side in judged for one in side])
+        with pipe():
+            if args.json:
+                print(to_json(msgspec.to_builtins(found)))
+            else:
+                render(found, Console(highlight=False, markup=False, emoji=False))
     except TraceError as error:
         print(f"fsdp-symm diff: {error}", file=sys.stderr)
         return 2
-    with pipe():
-        if args.json:
-            print(to_json(msgspec.to_builtins(found)))
-        else:
-            render(found, Console(highlight=False))
     for warning in found.warnings if args.json else ():
         print(f"warning: {warning}", file=sys.stderr)
     return 0

@@ -24,6 +24,7 @@ class Expectation:
 
     engine: str
     kinds: tuple[str, ...]  # empty: every kind that carries bytes
+    named: bool = False  # the user named the kinds, so each must occur
 
     @classmethod
     def parse(cls, text: str) -> Expectation:
@@ -41,9 +42,9 @@ class Expectation:
         for kind in named:
             if kind not in _KINDS:
                 raise TraceError(f"--expect {text}: unknown collective {kind!r}; expected one of {', '.join(_KINDS)}")
-        if not named and engine == "copy-engine":
-            named = (*COPY_ENGINE_KINDS, "peer_copy")
-        return cls(_ENGINES[engine], named)
+        if named or engine != "copy-engine":
+            return cls(_ENGINES[engine], named, bool(named))
+        return cls(_ENGINES[engine], (*COPY_ENGINE_KINDS, "peer_copy"))
 
     def concerns(self, call: Call) -> bool:
         """True for a call that the claim is about; barriers and empty calls carry nothing."""
@@ -56,13 +57,22 @@ class Expectation:
         kinds = ", ".join(plural(k) for k in self.kinds) or "collectives"
         if not calls:
             return [f"no {kinds} in the trace: nothing shows the {label}"]
-        lines = [
+        seen = {call.kind for _, call in calls}
+        absent = [k for k in self.kinds if self.named and k not in seen]
+        lines = [f"no {plural(k)} in the trace: nothing shows the {label}" for k in absent]
+        if not report.complete:
+            lines.append("rows are missing from the trace, so the rest of the calls cannot be vouched for")
+        lines += [
+            f"{rank.label}: {call.kind} {call.module or call.group or call.name} at {call.start_us:.0f} us: "
+            "barrier flags but no payload"
+            for rank, call in calls
+            if call.engine == self.engine == "copy_engine" and not call.num_copies
+        ]
+        lines += [
             f"{rank.label}: {call.kind} {call.module or call.group or call.name} at {call.start_us:.0f} us: "
             f"{names.ENGINE_LABELS[call.engine]}{' ' + ', '.join(call.kernels) if call.kernels else ''}, "
             f"not the {label}"
             for rank, call in calls
             if call.engine != self.engine
         ]
-        if not report.complete:
-            lines.append("rows are missing from the trace, so the rest of the calls cannot be vouched for")
         return lines

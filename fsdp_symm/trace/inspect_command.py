@@ -33,8 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained HTML report")
     parser.add_argument(
         "--expect",
+        action="append",
         metavar="ENGINE[:KIND,...]",
-        help="exit 1 unless this engine carried every such call, for instance copy-engine:all_gather,all_to_all",
+        help="exit 1 unless this engine carried every such call, for instance copy-engine:all_gather; may be repeated",
     )
 
 
@@ -61,31 +62,35 @@ def select(traces: list[Trace], ranks: list[int] | None, step: int | None) -> li
 def run(args: argparse.Namespace) -> int:
     """Inspect; 0 when fine, 1 when ``--expect`` is unmet, 2 when the input is unusable."""
     try:
-        expectation = Expectation.parse(args.expect) if args.expect else None
+        expectations = [Expectation.parse(one) for one in args.expect or ()]
         with loading() as progress:
             traces = select(load(args.paths, progress), args.rank, args.step)
         judged = [classify(trace) for trace in traces]
         report = build_report(judged, args.step)
         if args.html:
-            write(args.html, inspect_page(judged, report))
+            write(args.html, inspect_page(judged, report), traces)
+        with pipe():
+            _print(args, report)
     except TraceError as error:
         print(f"fsdp-symm inspect: {error}", file=sys.stderr)
         return 2
-    with pipe():
-        if args.json:
-            print(to_json(to_builtins(report)))
-        elif args.csv:
-            sys.stdout.write(to_csv(report))
-        else:
-            render(report, Console(highlight=False))
     if args.json or args.csv:
         for warning in report.warnings:
             print(f"warning: {warning}", file=sys.stderr)
-    return _judge(expectation, report)
+    return _judge(expectations, report)
 
 
-def _judge(expectation: Expectation | None, report: Report) -> int:
-    complaints = expectation.complaints(report) if expectation else []
+def _print(args: argparse.Namespace, report: Report) -> None:
+    if args.json:
+        print(to_json(to_builtins(report)))
+    elif args.csv:
+        sys.stdout.write(to_csv(report))
+    else:
+        render(report, Console(highlight=False, markup=False, emoji=False))
+
+
+def _judge(expectations: list[Expectation], report: Report) -> int:
+    complaints = [line for one in expectations for line in one.complaints(report)]
     for line in complaints[:_MAX_COMPLAINTS]:
         print(f"unmet: {line}", file=sys.stderr)
     if len(complaints) > _MAX_COMPLAINTS:
@@ -93,13 +98,15 @@ def _judge(expectation: Expectation | None, report: Report) -> int:
     return 1 if complaints else 0
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, text: str, traces: list[Trace]) -> None:
     """Write a report file.
 
     Raises:
-        TraceError: the file cannot be written.
+        TraceError: the file cannot be written, or is one of the traces.
     """
     try:
+        if any(path.exists() and Path(t.path).exists() and path.samefile(t.path) for t in traces):
+            raise TraceError(f"--html {path}: this is one of the traces; expected another file")
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise TraceError(f"--html {path}: {error.strerror or error}; expected a writable file") from error

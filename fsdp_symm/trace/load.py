@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Callable, Iterable, Sequence
+from os import fsencode
 from pathlib import Path
 from sys import intern
 from typing import Any
@@ -38,7 +39,10 @@ def _dims(raw: msgspec.Raw) -> tuple[tuple[int, ...], ...]:
     if not isinstance(found, list):
         return ()
     shapes = [one[0] if isinstance(one, list) and one and isinstance(one[0], list) else one for one in found]
-    return tuple(tuple(d for d in s if isinstance(d, int)) if isinstance(s, list) else () for s in shapes)
+    lists = [one if isinstance(one, list) else [] for one in shapes]
+    if any(isinstance(d, int) and d < 0 for one in lists for d in one):
+        return ()  # damaged: what is no size makes the bytes unknown
+    return tuple(tuple(d for d in one if isinstance(d, int)) for one in lists)
 
 
 def _types(raw: msgspec.Raw) -> tuple[str, ...]:
@@ -81,7 +85,7 @@ class Reader:
     """Turns rows into a ``Trace``; one instance per file."""
 
     def __init__(self, path: Path) -> None:
-        self.trace = Trace(str(path))
+        self.trace = Trace(fsencode(path).decode("utf-8", "backslashreplace"))  # names may be any bytes
         self._threads: dict[tuple[Any, Any], int] = {}
         self._bad_times = 0
         self._bad_bytes = 0
@@ -341,13 +345,16 @@ def load_trace(path: Path, progress: Progress | None = None) -> Trace:
 _SUFFIXES = (".json", ".json.gz")
 
 
-def find_traces(paths: Iterable[str | Path]) -> list[Path]:
-    """Files for a mix of files, folders and globs; folders are searched at all depths.
+def find_traces(paths: Iterable[str | Path]) -> dict[Path, bool]:
+    """Files for a mix of files, folders and globs, each once; folders are searched at all depths.
+
+    Returns:
+        Path -> whether it was named itself: one that a search has found may turn out to be no trace.
 
     Raises:
         TraceError: a path that matches nothing.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, tuple[Path, bool]] = {}
     for given in paths:
         path = Path(given)
         if path.is_dir():
@@ -357,22 +364,41 @@ def find_traces(paths: Iterable[str | Path]) -> list[Path]:
         elif path.exists():
             matches = [path]
         else:
-            matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
+            matches = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
             if not matches:
                 raise TraceError(f"{path}: no such file, folder or match; expected a trace; check the path")
-        found.update(dict.fromkeys(matches))
-    return list(found)
+        for match in matches:
+            first, named = found.get(match.resolve(), (match, False))
+            found[match.resolve()] = (first, named or match == path)
+    return dict(found.values())
+
+
+def _load_all(paths: dict[Path, bool], progress: Progress | None) -> list[Trace]:
+    """Every usable trace; a file that only a search has found may be unusable, which the others then say."""
+    traces: list[Trace] = []
+    skipped: list[TraceError] = []
+    for path, named in paths.items():
+        try:
+            traces.append(load_trace(path, progress))
+        except TraceError as error:
+            if named:
+                raise
+            skipped.append(error)
+    if not traces:
+        raise skipped[0]
+    traces[0].warnings.extend(f"skipped: {error}" for error in skipped)
+    return traces
 
 
 def load(paths: Sequence[str | Path], progress: Progress | None = None) -> list[Trace]:
     """Load every trace that ``paths`` name, ordered by rank and then by name.
 
     Raises:
-        TraceError: no path, nothing found, or one file is unusable.
+        TraceError: no path, nothing found, or a file named itself is unusable.
     """
     if not paths:
         raise TraceError("no path given; expected at least one trace; pass files, folders or globs")
-    traces = [load_trace(path, progress) for path in find_traces(paths)]
+    traces = _load_all(find_traces(paths), progress)
     seen: dict[int, str] = {}
     for trace in traces:
         if trace.rank is not None and trace.rank in seen:

@@ -59,7 +59,8 @@ _PLAIN = re.compile(r"\b(?:nccl(?:Dev)?Kernel|rccl\w*Kernel|msccl\w*Kernel|ncclK
 _TORCH_SYMM_MEM = re.compile(
     r"\b(?:multimem_(?:all_reduce|one_shot|all_gather|reduce|barrier)\w*"
     r"|(?:one|two)_shot_all_reduce\w*|(?:barrier|put_signal|wait_signal)_kernel"
-    r"|multimem_barrier_kernel|all_to_all_v_2d\w*|nvshmem\w*_kernel)\b"
+    r"|multimem_barrier_kernel|all_to_all_v_2d\w*|nvshmem\w*_kernel"
+    r"|allToAllV\w*|exchangeSplitAndOffset\w*)\b"
 )
 _EXPERT = re.compile(r"\b(?:deep_ep|nccl_ep|ncclEp\w*|internode(?:_ll)?|intranode)::\w*(?:dispatch|combine|notify)")
 _GEMM_ROW = re.compile(

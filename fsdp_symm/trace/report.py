@@ -198,10 +198,13 @@ def _collectives(calls: Sequence[Call], compute: Union) -> tuple[CollectiveRow, 
 
 
 def _gemms(judged: Classified, calls: Sequence[Call]) -> tuple[GemmRow, ...]:
-    """Slowdown of equal matrix products beside each engine's communication."""
+    """Slowdown of equal matrix products beside each engine's communication.
+
+    ``calls`` may be those of one step; alone means beside no call of the whole trace.
+    """
     engines: set[names.Engine] = {call.engine for call in calls}
     unions = {engine: _union(call for call in calls if call.engine == engine) for engine in engines}
-    everything = _union(calls)
+    everything = _union(judged.calls)
     alone: dict[_Product, list[float]] = defaultdict(list)
     beside: dict[tuple[names.Engine, _Product], list[float]] = defaultdict(list)
     for i, shapes in judged.gemm_shapes.items():
@@ -212,6 +215,8 @@ def _gemms(judged: Classified, calls: Sequence[Call]) -> tuple[GemmRow, ...]:
             continue
         if everything.overlap_us(span) <= _ALONE * length:
             alone[key].append(length)
+            continue
+        if not engines:
             continue
         engine: names.Engine = max(engines, key=lambda e: unions[e].overlap_us(span))
         if unions[engine].overlap_us(span) >= _OVERLAPPED * length:
@@ -304,7 +309,10 @@ def report_rank(judged: Classified, step: int | None = None) -> RankReport:
         step: keep only the calls that this ProfilerStep asked for; None keeps all.
     """
     trace, compute = judged.trace, judged.compute
-    calls = tuple(c for c in judged.calls if step is None or step_of(c, trace.steps) == step)
+    placed = [step_of(c, trace.steps) for c in judged.calls]
+    calls = tuple(c for c, number in zip(judged.calls, placed, strict=True) if step in (None, number))
+    outside = placed.count(None) if trace.steps else 0
+    warnings = [f"{outside} calls were asked for outside of every step: in the totals, in no step"] if outside else []
     gemms = _gemms(judged, calls)
     return RankReport(
         path=trace.path,
@@ -328,7 +336,7 @@ def report_rank(judged: Classified, step: int | None = None) -> RankReport:
         collectives=_collectives(calls, compute),
         gemms=gemms,
         calls=calls,
-        warnings=(*trace.warnings, *_call_warnings(calls)),
+        warnings=(*trace.warnings, *warnings, *_call_warnings(calls)),
     )
 
 

@@ -176,7 +176,7 @@ class EventScanner:
             found = _FIRST_KEY.match(buffer)
         if found:
             self._key = b'"' + found[1] + b'"'
-        while block := self._blocks.read(max(self._chunk_bytes, len(buffer))):
+        while block := self._more(max(self._chunk_bytes, len(buffer))):
             buffer += block
             border = self._last_border(buffer)
             if border:
@@ -185,6 +185,14 @@ class EventScanner:
         yield from self._tail(bytes(buffer))
         if self._blocks.damage:
             self.problems.insert(0, self._blocks.damage)
+
+    def _more(self, count: int) -> bytes:
+        """At least ``count`` bytes unless the stream ends: a buffer without a border doubles, to search it rarely."""
+        parts = []
+        while count > 0 and (block := self._blocks.read(count)):
+            parts.append(block)
+            count -= len(block)
+        return b"".join(parts)
 
     def _after_header(self) -> bytearray:
         """Read up to the array; keep the metadata before it and return the bytes after ``[``."""
