@@ -267,6 +267,9 @@ def finish_device_call(trace: Trace, draft: Draft) -> Call:
     if size == 1:
         notes.append("group of one rank: nothing to move")
         engine = engine if draft.kernels else "none_seen"
+    unsure = engine == "copy_engine" and size is None and not draft.flags and _only_local(draft)
+    if unsure:
+        notes.append("only local copies, no flags and no group size: this may be a group of one rank")
     limit = trace.num_sms or 1 << 30
     grids = [(min(math.prod(r.grid), limit) if r.grid else 0, r.end_us - r.start_us) for r in draft.kernels]
     return Call(
@@ -278,9 +281,14 @@ def finish_device_call(trace: Trace, draft: Draft) -> Call:
         num_flags=len(draft.flags), pattern=_pattern(draft, size),
         kernels=tuple(sorted({names.short_kernel(r.name) for r in draft.kernels})),
         sms=max((sms for sms, _ in grids), default=0), sm_us=sum(sms * us for sms, us in grids),
-        dtype=_dtype(draft), split=_split(draft), guess=draft.guess, notes=tuple(draft.notes + notes),
+        dtype=_dtype(draft), split=_split(draft), guess=draft.guess or unsure, notes=tuple(draft.notes + notes),
         rows=tuple(rows),
     )  # fmt: skip
+
+
+def _only_local(draft: Draft) -> bool:
+    """Whether an NCCL call moved nothing but local copies, as ranks on one GPU do, and a group of one rank."""
+    return _wire(draft) == "nccl" and all(names.copy_kind(r.name) == "local" for r in draft.copies)
 
 
 def _bytes_from_copies(kind: str, copied: int, size: int | None) -> int | None:

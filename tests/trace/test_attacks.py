@@ -166,3 +166,27 @@ def test_the_same_file_twice_counts_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", "t.json.gz", str(tmp_path / "t.json.gz"), ".", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["ranks"]) == 1
+
+
+def test_a_lone_local_copy_without_a_group_size_is_a_guess(tmp_path, capsys):
+    b = Builder()
+    b.collective("_allgather_base", 0, 40, (MB // 2, MB // 2))
+    for row in b.rows:
+        row["args"].pop("Group size", None)
+        row["args"].pop("Process Group Ranks", None)
+    b.metadata["distributedInfo"] = {"backend": "nccl"}
+    b.copy("DtoD", MB, 100, 20, 5)
+    assert main(["inspect", str(b.write(tmp_path / "t.json")), "--json"]) == 0
+    call = only(json.loads(capsys.readouterr().out))
+    assert call["guess"]
+    assert any("may be a group of one rank" in note for note in call["notes"])
+
+
+def test_a_kernel_whose_launch_was_not_recorded_is_joined_by_its_external_id(tmp_path, capsys):
+    b = Builder()
+    b.collective("_allgather_base", 0, 40, (MB // 2, 4 * MB))
+    b.rows[0]["args"]["External id"] = 77
+    b.row("kernel", PLAIN, 100, 50, tid=7, pid=0, device=0, stream=7, grid=[8, 1, 1], correlation=9, External__id=77)
+    assert main(["inspect", str(b.write(tmp_path / "t.json")), "--json"]) == 0
+    call = only(json.loads(capsys.readouterr().out))
+    assert (call["kind"], call["engine"], call["guess"], call["group_size"]) == ("all_gather", "plain_kernel", False, 8)
