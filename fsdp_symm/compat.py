@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -40,6 +41,11 @@ ReduceOpKind: Any = dist.ReduceOp.RedOpType  # SUM, AVG, ... ; pybind enum, unty
 def default_store() -> Store:
     """The CPU store of the default process group (torch 2.13-2.15: ``distributed_c10d._get_default_store``)."""
     return dist.distributed_c10d._get_default_store()
+
+
+def set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """What ``torch.distributed.set_timeout`` is from 2.14 on (2.13: ``distributed_c10d._set_pg_timeout``)."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def group_is_alive(group: dist.ProcessGroup) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend
 from torch.torch_version import TorchVersion
 
+from fsdp_symm import compat
 from fsdp_symm.titan.overlay import FieldError
 
 
@@ -89,7 +90,7 @@ def _provide_set_timeout() -> None:
     # torchtitan 0.3.0 calls torch.distributed.set_timeout after the first step; torch has it since 2.14. The private
     # function was read in torch 2.13.0 (distributed_c10d.py) and has the same arguments.
     if not hasattr(dist, "set_timeout"):
-        dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
+        dist.set_timeout = compat.set_pg_timeout  # type: ignore[attr-defined]
 
 
 def _use_cpu_device_module() -> None:
