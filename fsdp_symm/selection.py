@@ -78,7 +78,8 @@ class SwitchOptions:
         pattern = self.modules if isinstance(self.modules, str) else None
         return (
             f"backend={self.backend} all_gather={self.all_gather} reduce_scatter={self.reduce_scatter} "
-            f"modules={pattern} min_bytes={self.min_bytes} slots={self.slots} dedicated={self.dedicated_all_gather}"
+            f"modules={pattern} min_bytes={self.min_bytes} strict={self.strict} slots={self.slots} "
+            f"dedicated={self.dedicated_all_gather}"
         )
 
 

@@ -160,6 +160,8 @@ def _differing_plan(kind: str) -> None:
         options = Options(frozen=True)
     elif kind == "min_bytes":
         arguments["min_bytes"] = 100 if mine else 0
+    elif kind == "strict":
+        arguments["strict"] = mine
     elif kind == "nothing_left":
         arguments["min_bytes"] = 10**9 if mine else 0
     elif kind == "custom_comm" and mine:
@@ -184,6 +186,7 @@ def _differing_plan(kind: str) -> None:
         ("frozen", "'reduce_scatter"),
         ("min_bytes", "min_bytes=0"),
         ("callable", "blocks.2"),
+        ("strict", "strict=False"),
         ("nothing_left", "min_bytes=1000000000"),
         ("custom_comm", "all_gather blocks.1"),
     ],
