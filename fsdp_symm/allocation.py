@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from fsdp_symm import compat
-from fsdp_symm.compat import Role
 from fsdp_symm.errors import SymmMemConfigError, SymmMemError, SymmMemUnavailableError
 from fsdp_symm.memory.arena import SymmMemArena
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
-from fsdp_symm.plan import GroupPlan, Ring
-from fsdp_symm.selection import SwitchOptions
+from fsdp_symm.plan import GroupPlan, Lane, Ring
+from fsdp_symm.selection import SwitchOptions, way
 from fsdp_symm.verdict import Verdict
 from fsdp_symm.wire import wire_of
 from fsdp_symm.zero_cta import zero_cta_options
@@ -23,18 +22,18 @@ from fsdp_symm.zero_cta import zero_cta_options
 
 @dataclass
 class Arenas:
-    """The arenas of one handle, by role, root module, and name of the process group whose calls they answer."""
+    """The arenas of one handle, by lane, root module, and name of the process group whose calls they answer."""
 
     all: tuple[SymmMemArena, ...] = ()
-    by_call: dict[tuple[Role, str, str], SymmMemArena] = field(default_factory=dict)
+    by_call: dict[tuple[Lane, str, str], SymmMemArena] = field(default_factory=dict)
     own_groups: tuple[dist.ProcessGroup, ...] = ()
 
-    def find(self, role: Role, root: str, group_name: str) -> SymmMemArena | None:
-        """The arena that answers a role's calls on a process group, for the modules below ``root``."""
-        return self.by_call.get((role, root, group_name))
+    def find(self, lane: Lane, root: str, group_name: str) -> SymmMemArena | None:
+        """The arena that answers a lane's calls on a process group, for the modules below ``root``."""
+        return self.by_call.get((lane, root, group_name))
 
     def add(self, arena: SymmMemArena, root: str, rings: tuple[Ring, ...]) -> None:
-        """Take an arena in for the roles of its rings."""
+        """Take an arena in for the lanes of its rings."""
         self.all += (arena,)
         self.by_call.update({(ring.role, root, arena.group_name): arena for ring in rings})
 
@@ -89,6 +88,7 @@ def _allocate_plan(plan: GroupPlan, arenas: Arenas, verdicts: dict[str, Verdict]
                 timeout_s=options.timeout_s,
             )
             arenas.add(arena, plan.root, rings)
+            wire_of(arena).reduce_scatter_way = way(options.reduce_scatter) or "auto"
     except SymmMemUnavailableError as error:
         if options.strict:
             raise SymmMemConfigError(str(error)) from error
@@ -101,7 +101,7 @@ def _communicators(
 ) -> Iterator[tuple[dist.ProcessGroup, tuple[Ring, ...]]]:
     """The groups that run a plan's collectives: its own, or a dedicated one for all-gathers."""
     dedicated = options.dedicated_all_gather and plan.backend == "nccl"
-    gathers = tuple(r for r in plan.rings if r.role == "all_gather")
+    gathers = tuple(r for r in plan.rings if r.role == "all_gather")  # staged ones: direct ones need no policy
     if not dedicated or not gathers:
         yield plan.group, plan.rings
         return

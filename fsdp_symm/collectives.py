@@ -96,13 +96,12 @@ class SymmMemAllGather(_SymmMemComm, compat.AllGather):
             with self._range(nbytes, PLAIN, group, ""):
                 return compat.plain_comm(self.role)(output_tensor, input_tensor, group, async_op)
         arena, lease = slot
-        with self._range(nbytes, arena.engine, group, ""):
+        wire = wire_of(arena)
+        with self._range(nbytes, wire.gather_engine, group, ""):
             own = output_tensor.view(-1).narrow(0, group.rank() * input_tensor.numel(), input_tensor.numel())
             if own.data_ptr() != input_tensor.data_ptr():
                 own.copy_(input_tensor.view(-1))
-            return wire_of(arena).all_gather(
-                output_tensor, lease, arena.next_epoch(lease), module=self.module, async_op=async_op
-            )
+            return wire.all_gather(output_tensor, lease, arena.next_epoch(lease), module=self.module, async_op=async_op)
 
 
 class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
@@ -150,8 +149,9 @@ class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
             with self._range(nbytes, PLAIN, group, op_name(op)):
                 return compat.plain_comm(self.role)(output_tensor, input_tensor, group, op, async_op)
         arena, lease = slot
-        with self._range(nbytes, arena.engine, group, op_name(op)):
-            return wire_of(arena).reduce_scatter(
+        wire = wire_of(arena)
+        with self._range(nbytes, wire.reduce_engine(output_tensor, op), group, op_name(op)):
+            return wire.reduce_scatter(
                 output_tensor,
                 input_tensor,
                 op,

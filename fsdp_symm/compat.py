@@ -328,12 +328,12 @@ def _itemsize(dtype: torch.dtype) -> int:
     return torch.empty((), dtype=dtype, device="meta").element_size()
 
 
-def _extension_input_bytes(param: Any) -> int:
+def _extension_input_nbytes(param: Any) -> list[int]:
     """Bytes of one rank's all-gather inputs after the tensor's ``fsdp_pre_all_gather``; calls the extension once."""
     with torch.no_grad():
         inputs = param.all_gather_inputs
     param._extensions_data.clear()
-    return sum(t.numel() * t.element_size() for t in inputs)
+    return [t.numel() * t.element_size() for t in inputs]
 
 
 def _param_dtype(param: Any) -> torch.dtype:
@@ -347,29 +347,34 @@ class UnsizedExtensionError(Exception):
     """An all-gather extension could not be asked for its sizes; carries the parameter and the cause."""
 
 
-def all_gather_bytes(group: ParamGroup) -> tuple[int, str]:
-    """Bytes of the all-gather output over the shard group, and the dtype that FSDP2 will ask for.
-
-    Padded shard sizes, after mixed precision and after all-gather extensions. FSDP2 gathers mixed dtypes as
-    ``uint8`` (2.13-2.15: ``_get_all_gather_input_metadatas``), so bytes are what counts.
+def param_input_nbytes(param: Any) -> list[int]:
+    """Bytes of one rank's all-gather inputs of one native parameter: padded, after mixed precision and extensions.
 
     Raises:
         UnsizedExtensionError: an extension failed when it was asked, for example on the meta device.
     """
-    world_size = shard_group(group).size()
+    if not hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+        return [param.padded_sharded_param_size.numel() * _itemsize(_param_dtype(param))]
+    try:
+        return _extension_input_nbytes(param)
+    except Exception as error:  # a user's code: reported, never hidden
+        raise UnsizedExtensionError(f"{type(param._sharded_local_tensor).__name__}: {error}") from error
+
+
+def all_gather_bytes(group: ParamGroup) -> tuple[int, str]:
+    """Bytes of the all-gather output over the shard group, and the dtype that FSDP2 will ask for.
+
+    FSDP2 gathers mixed dtypes as ``uint8`` (2.13-2.15: ``_get_all_gather_input_metadatas``), so bytes are what counts.
+
+    Raises:
+        UnsizedExtensionError: see :func:`param_input_nbytes`.
+    """
     total, dtypes = 0, set()
     for param in group.native.fsdp_params:
-        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
-            try:
-                total += _extension_input_bytes(param)
-            except Exception as error:  # a user's code: reported, never hidden
-                raise UnsizedExtensionError(f"{type(param._sharded_local_tensor).__name__}: {error}") from error
-            dtypes.add("extension")
-        else:
-            dtype = _param_dtype(param)
-            total += param.padded_sharded_param_size.numel() * _itemsize(dtype)
-            dtypes.add(str(dtype).removeprefix("torch."))
-    return total * world_size, dtypes.pop() if len(dtypes) == 1 else "uint8"
+        total += sum(param_input_nbytes(param))
+        extended = hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+        dtypes.add("extension" if extended else str(_param_dtype(param)).removeprefix("torch."))
+    return total * shard_group(group).size(), dtypes.pop() if len(dtypes) == 1 else "uint8"
 
 
 def reduce_scatter_bytes(group: ParamGroup) -> tuple[int, str]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.cuda import nccl
-from torch.distributed import _symmetric_memory as _symm
 
 from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemConfigError, problem
@@ -144,14 +143,3 @@ def default_options(cls: Any, *, high_priority: bool) -> Any:
 def set_options_timeout(options: Any, timeout: Any) -> None:
     """Timeout of collectives (2.13-2.14: ``Backend.Options._timeout``; device_mesh.py reads the same attribute)."""
     options._timeout = timeout
-
-
-def symm_backend(device: torch.device) -> str | None:
-    """The process-wide symmetric-memory backend of torch (``_symmetric_memory.get_backend``, 2.13-2.14).
-
-    CUDA builds answer ``"CUDA"`` even when nobody chose; builds without a backend for the device answer ``None``.
-    """
-    try:
-        return _symm.get_backend(device)
-    except RuntimeError:  # 2.13 raises for devices it has no allocator for
-        return None

@@ -13,7 +13,7 @@ def make_report(
     members: list[Member], plans: tuple[GroupPlan, ...], skips: list[Skip], verdicts: dict[str, Verdict]
 ) -> SymmMemReport:
     """Served groups first, then what was left alone by reason, then HSDP's all-reduces."""
-    rows = [row for plan in plans for row in _plan_rows(plan, verdicts[plan.name])]
+    rows = [row for plan in plans for row in _plan_rows(plan, verdicts[plan.name], members)]
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for skip in skips:
         reasons.setdefault((skip.role, skip.engine, skip.reason), []).append(skip.group.label)
@@ -22,17 +22,18 @@ def make_report(
     return SymmMemReport((*rows, *_all_reduce_rows(members)))
 
 
-def _plan_rows(plan: GroupPlan, verdict: Verdict) -> list[ReportRow]:
+def _plan_rows(plan: GroupPlan, verdict: Verdict, members: list[Member]) -> list[ReportRow]:
     rows = []
     for ring in plan.rings:
-        labels = tuple(n.label for n in plan.needs if n.role == ring.role)
+        labels = tuple(n.label for n in plan.needs if n.lane == ring.role)
+        role = "all_gather" if ring.role == "unshard" else ring.role
         if verdict.blocked is not None:
-            rows.append(
-                ReportRow(ring.role, plan.name, plan.ranks, labels, 0, 0, "plain", verdict.blocked.splitlines()[0])
-            )
-        else:
-            engine, reason = verdict.engines[ring.role]
-            rows.append(ReportRow(ring.role, plan.name, plan.ranks, labels, ring.slots, ring.nbytes, engine, reason))
+            rows.append(ReportRow(role, plan.name, plan.ranks, labels, 0, 0, "plain", verdict.blocked.splitlines()[0]))
+            continue
+        engine, reason = verdict.engines[ring.role]
+        own = dict.fromkeys(m.note for m in members if m.note and m.lane == ring.role and m.group.label in labels)
+        reason = "; ".join([reason, *(f"staged: {note}" for note in own)])
+        rows.append(ReportRow(role, plan.name, plan.ranks, labels, ring.slots, ring.nbytes, engine, reason))
     return rows
 
 

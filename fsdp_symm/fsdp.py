@@ -15,7 +15,7 @@ from typing import Self
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_symm import compat
+from fsdp_symm import compat, compat_unshard
 from fsdp_symm.allocation import Arenas, allocate
 from fsdp_symm.collectives import SymmMemAllGather, SymmMemReduceScatter
 from fsdp_symm.compat import ParamGroup, Role
@@ -24,11 +24,24 @@ from fsdp_symm.errors import SymmMemConfigError, SymmMemError, problem
 from fsdp_symm.memory.arena import SymmMemArena
 from fsdp_symm.memory.counters import Counters
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
-from fsdp_symm.plan import Member, agree, make_plan
+from fsdp_symm.memory.unsharded import UnshardedMemory
+from fsdp_symm.plan import GroupPlan, Lane, Member, agree, make_plan, staged
 from fsdp_symm.report import SymmMemReport, SymmMemStats, render
 from fsdp_symm.schedule import all_gather_slots
-from fsdp_symm.selection import Backend, ModuleFilter, Skip, SwitchOptions, select
+from fsdp_symm.selection import (
+    AllGatherChoice,
+    Backend,
+    ModuleFilter,
+    ReduceScatterChoice,
+    Skip,
+    SwitchOptions,
+    select,
+    way,
+)
+from fsdp_symm.unshard import DirectUnshard
 from fsdp_symm.verdict import Verdict, judge_all
+
+ArenaSource = Callable[[], SymmMemArena | None]
 
 _COMMS: dict[Role, type[SymmMemAllGather] | type[SymmMemReduceScatter]] = {
     "all_gather": SymmMemAllGather,
@@ -45,6 +58,23 @@ class _Installed:
     comm: object
     previous: object
 
+    def undo(self) -> None:
+        """Put the previous comm back, unless someone has replaced ours since."""
+        if compat.get_comm(self.group, self.role) is self.comm:
+            compat.set_comm(self.group, self.role, self.previous)
+
+
+@dataclass(frozen=True)
+class _TakenOver:
+    """One param group that unshards by direct placement."""
+
+    group: ParamGroup
+    unsharder: DirectUnshard
+
+    def undo(self) -> None:
+        """Give the group its own unshard back."""
+        compat_unshard.uninstall(self.group, self.unsharder)
+
 
 class SymmMemHandle:
     """What one switch did; undo it with :meth:`disable`, give the memory back with :meth:`close`.
@@ -57,7 +87,7 @@ class SymmMemHandle:
         report: SymmMemReport,
         arenas: Arenas,
         counters: Counters,
-        installed: tuple[_Installed, ...],
+        installed: tuple[_Installed | _TakenOver, ...],
     ) -> None:
         self.report = report
         self._arenas = arenas
@@ -101,8 +131,7 @@ class SymmMemHandle:
         A comm that someone has replaced since is left alone. Call it between steps, on every rank alike.
         """
         for entry in self._installed:
-            if compat.get_comm(entry.group, entry.role) is entry.comm:
-                compat.set_comm(entry.group, entry.role, entry.previous)
+            entry.undo()
         self._installed = ()
 
     def close(self) -> None:
@@ -146,8 +175,8 @@ def set_symm_mem_for_comm(
     model: nn.Module,
     backend: Backend = "auto",
     *,
-    all_gather: bool = True,
-    reduce_scatter: bool = True,
+    all_gather: AllGatherChoice = "auto",
+    reduce_scatter: ReduceScatterChoice = "auto",
     modules: ModuleFilter = None,
     min_bytes: int = 0,
     strict: bool = False,
@@ -163,10 +192,16 @@ def set_symm_mem_for_comm(
 
     Args:
         model: a model that went through ``fully_shard``.
-        backend: ``"auto"`` by device, ``"host"`` (POSIX shared memory, CPU tensors) or ``"nccl"`` (NCCL windows).
-        all_gather, reduce_scatter: which collectives to move.
+        backend: ``"auto"`` by device, ``"host"`` (POSIX shared memory, CPU tensors), ``"nccl"`` (NCCL windows) or
+            ``"cuda"`` (torch's peer memory: GPUs of one host, no NCCL needed; our own wire moves every byte).
+        all_gather: ``"direct"``: every peer's shards are pulled into the unsharded parameters themselves, without a
+            staging buffer or a copy-out; ``"staged"``: the all-gather's output moves into symmetric memory and FSDP2
+            copies out of it; ``"auto"`` (or ``True``): direct where possible; ``False``: left alone.
+        reduce_scatter: ``"copy_engine"``: peers' chunks are pulled by copy engines and summed locally in rank order;
+            ``"nccl"``: NCCL's symmetric kernel; ``"auto"`` (or ``True``): by measurement; ``False``: left alone. The
+            host backend has one way.
         modules: shell pattern on FQNs (``"layers.*"``), or ``(fqn, module) -> bool``; ``None`` takes all.
-        min_bytes: leave smaller buffers on the plain path.
+        min_bytes: leave layers with smaller gathered buffers than this on the plain path.
         strict: raise where something asked for cannot be had, now or later, instead of warning once.
         slots: at least this many all-gather slots a process group, for programs that unshard modules early by hand.
         dedicated_all_gather: NCCL only: run all-gathers on a communicator of their own that carries the zero-CTA
@@ -196,33 +231,49 @@ def set_symm_mem_for_comm(
             )
         )
     members, skips = select(model, options)
-    groups = compat.param_groups(model)
-    plans = make_plan(
-        groups,
-        members,
-        schedule_slots=all_gather_slots(compat.prefetch_nodes(model)),
-        input_buffers=compat.reduce_scatter_input_buffers(groups),
-        slots=slots,
-    )
+    plans = _plan(model, members, options)
     agree(plans, options=options.digest_text(), timeout_s=timeout_s)
-    _announce(members, skips, options.strict)
-    plans = tuple(plan for plan in plans if plan.rings)
-    verdicts = judge_all(plans, dedicated=dedicated_all_gather, timeout_s=timeout_s)
+    verdicts = judge_all(
+        [p for p in plans if p.rings],
+        dedicated=dedicated_all_gather,
+        timeout_s=timeout_s,
+        reduce_scatter=way(options.reduce_scatter) or "auto",
+    )
+    if any(verdict.staged for verdict in verdicts.values()):
+        members = _stage(members, verdicts)  # the verdicts are the same on all ranks, so the new plan is too
+        plans = _plan(model, members, options)
+    _announce(members, skips, options)
     _announce_verdicts(verdicts, options.strict)
+    plans = tuple(plan for plan in plans if plan.rings)
     arenas = allocate(plans, verdicts, options)
     counters = Counters()
-    served: list[tuple[ParamGroup, Role]] = [
-        (m.group, m.role)
-        for m in members
-        if any(arenas.find(m.role, m.group.root, compat.group_name(g)) for g in m.process_groups)
-    ]
-    watched: list[tuple[ParamGroup, Role]] = [(s.group, s.role) for s in skips if s.watched]
-    installed = _install(served + watched, arenas, counters, strict)
+    installed = _install(members, skips, arenas, counters, strict)
     report = make_report(members, plans, skips, verdicts)
     return SymmMemHandle(report, arenas, counters, installed)
 
 
-def _announce(members: list[Member], skips: list[Skip], strict: bool) -> None:
+def _plan(model: nn.Module, members: list[Member], options: SwitchOptions) -> tuple[GroupPlan, ...]:
+    groups = compat.param_groups(model)
+    return make_plan(
+        groups,
+        members,
+        schedule_slots=all_gather_slots(compat.prefetch_nodes(model)),
+        input_buffers=compat.reduce_scatter_input_buffers(groups),
+        slots=options.slots,
+    )
+
+
+def _stage(members: list[Member], verdicts: dict[str, Verdict]) -> list[Member]:
+    """Members whose shards cannot be placed directly on some of their process groups get a staging buffer."""
+    answer = []
+    for item in members:
+        notes = [verdicts[compat.group_name(g)].staged for g in item.process_groups]
+        note = next((n for n in notes if n is not None), None)
+        answer.append(staged(item, note) if item.lane == "unshard" and note is not None else item)
+    return answer
+
+
+def _announce(members: list[Member], skips: list[Skip], options: SwitchOptions) -> None:
     """Raise or warn about everything that was asked for and cannot be had, in one text; warn if nothing is left."""
     if not members and any(skip.moves for skip in skips):
         reasons = dict.fromkeys(skip.reason for skip in skips if skip.moves)
@@ -233,18 +284,28 @@ def _announce(members: list[Member], skips: list[Skip], strict: bool) -> None:
             fix="loosen min_bytes or modules, or leave the call out",
         )
         warnings.warn(text, SymmMemFallbackWarning, stacklevel=3)
-    downgrades = [skip for skip in skips if skip.downgrade]
-    if not downgrades:
-        return
-    text = problem(
-        "set_symm_mem_for_comm: some collectives stay on the plain path",
-        found="; ".join(f"{s.role} of {s.group.label!r}: {s.reason}" for s in downgrades),
-        expected="FSDP2's default comms on a device that a backend serves",
-        fix="remove the custom comm, or exclude the modules with modules=...",
-    )
-    if strict:
-        raise SymmMemConfigError(text)
-    warnings.warn(text, SymmMemFallbackWarning, stacklevel=3)
+    texts = []
+    if downgrades := [skip for skip in skips if skip.downgrade]:
+        text = problem(
+            "set_symm_mem_for_comm: some collectives stay on the plain path",
+            found="; ".join(f"{s.role} of {s.group.label!r}: {s.reason}" for s in downgrades),
+            expected="FSDP2's default comms on a device that a backend serves",
+            fix="remove the custom comm, or exclude the modules with modules=...",
+        )
+        texts.append(text)
+    notes = [item for item in members if item.note is not None]
+    if notes and options.all_gather == "direct":  # "auto" means direct where possible: the report says where not
+        text = problem(
+            "set_symm_mem_for_comm: some all-gathers are staged",
+            found="; ".join(f"{m.group.label!r}: {m.note}" for m in notes),
+            expected="shards that can be placed directly",
+            fix="pass all_gather='auto' to accept a staging buffer there",
+        )
+        texts.append(text)
+    if texts and options.strict:
+        raise SymmMemConfigError("\n".join(texts))
+    for text in texts:
+        warnings.warn(text, SymmMemFallbackWarning, stacklevel=3)
 
 
 def _announce_verdicts(verdicts: dict[str, Verdict], strict: bool) -> None:
@@ -258,21 +319,39 @@ def _announce_verdicts(verdicts: dict[str, Verdict], strict: bool) -> None:
 
 
 def _install(
-    chosen: list[tuple[ParamGroup, Role]], arenas: Arenas, counters: Counters, strict: bool
-) -> tuple[_Installed, ...]:
-    entries = []
-    for group, role in chosen:
-        choose = _chooser(group, role, arenas)
-        comm = _COMMS[role](choose, module=group.label, strict=strict, counters=counters)
-        entries.append(_Installed(group, role, comm, compat.get_comm(group, role)))
+    members: list[Member], skips: list[Skip], arenas: Arenas, counters: Counters, strict: bool
+) -> tuple[_Installed | _TakenOver, ...]:
+    served = [
+        m for m in members if any(arenas.find(m.lane, m.group.root, compat.group_name(g)) for g in m.process_groups)
+    ]
+    entries: list[_Installed | _TakenOver] = []
+    memories: dict[str, UnshardedMemory] = {}  # FSDP2's roots run one after the other, each with layers of its own
+    for item in served:
+        choose = _chooser(item.group, item.lane, arenas)
+        if item.lane == "unshard":
+            memory = memories.setdefault(item.group.root, UnshardedMemory(item.group.device))
+            unsharder = DirectUnshard(item.group, choose, memory, counters=counters, strict=strict)
+            entries.append(_TakenOver(item.group, unsharder))
+        else:
+            entries.append(_comm(item.group, item.role, choose, counters, strict))
+    for skip in (s for s in skips if s.watched):
+        entries.append(_comm(skip.group, skip.role, _chooser(skip.group, skip.role, arenas), counters, strict))
     for entry in entries:  # plain attribute writes: nothing here can fail half-way
-        compat.set_comm(entry.group, entry.role, entry.comm)
+        if isinstance(entry, _TakenOver):
+            compat_unshard.install(entry.group, entry.unsharder)
+        else:
+            compat.set_comm(entry.group, entry.role, entry.comm)
     return tuple(entries)
 
 
-def _chooser(group: ParamGroup, role: Role, arenas: Arenas) -> Callable[[], SymmMemArena | None]:
+def _comm(group: ParamGroup, role: Role, choose: ArenaSource, counters: Counters, strict: bool) -> _Installed:
+    comm = _COMMS[role](choose, module=group.label, strict=strict, counters=counters)
+    return _Installed(group, role, comm, compat.get_comm(group, role))
+
+
+def _chooser(group: ParamGroup, lane: Lane, arenas: Arenas) -> ArenaSource:
     """The arena of the coming call: FSDP2 changes the process group with the sharded state, and tells nobody."""
     current: Callable[[ParamGroup], dist.ProcessGroup] = (
-        compat.all_gather_group if role == "all_gather" else compat.reduce_scatter_group
+        compat.reduce_scatter_group if lane == "reduce_scatter" else compat.all_gather_group
     )
-    return lambda: arenas.find(role, group.root, compat.group_name(current(group)))
+    return lambda: arenas.find(lane, group.root, compat.group_name(current(group)))

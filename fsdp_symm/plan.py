@@ -9,19 +9,33 @@ Legend: W ranks of a group, K reduce-scatter input buffers (FSDP2's cap), D pref
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from fsdp_symm import compat
+from fsdp_symm import compat, compat_unshard
 from fsdp_symm.compat import ParamGroup, Role
 from fsdp_symm.errors import PlanMismatchError, problem
 from fsdp_symm.rendezvous import exchange_many
 
 # Slots start on page boundaries: what mmap needs, and NCCL's window alignment (NCCL_WIN_REQUIRED_ALIGNMENT).
 SLOT_ALIGNMENT_BYTES = 4096
+
+# What a ring of slots is for. "unshard": FSDP2's all-gathers by direct placement, a slot holds this rank's shards;
+# "all_gather": staged, a slot holds the whole output; "dispatch" and "combine": the experts' token exchange.
+Lane = Literal["unshard", "all_gather", "reduce_scatter", "dispatch", "combine"]
+LANES: tuple[Lane, ...] = get_args(Lane)
+
+# From this many bytes of one rank's chunk on, copy engines and a local sum reduce faster than NCCL's symmetric kernel:
+# measured in profiles/reduce_scatter.csv.
+REDUCE_BY_PULLS_FROM_BYTES = 4 << 20
+
+# Shards of one slot start on these boundaries: copy engines are fastest on whole 256-byte lines.
+SHARD_ALIGNMENT_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -30,7 +44,8 @@ class BufferNeed:
 
     Attributes:
         label: the module (FQN), with ``[index]`` where it has several param groups.
-        role: ``"all_gather"`` (the whole output) or ``"reduce_scatter"`` (the whole input).
+        lane: ``"unshard"`` (this rank's shards), ``"all_gather"`` (the whole output) or ``"reduce_scatter"`` (the whole
+            input).
         ranks: global ranks of the process group that communicates.
         group: name of that process group.
         nbytes: bytes, padded, after mixed precision and all-gather extensions.
@@ -38,7 +53,7 @@ class BufferNeed:
     """
 
     label: str
-    role: Role
+    lane: Lane
     ranks: tuple[int, ...]
     group: str
     nbytes: int
@@ -47,13 +62,13 @@ class BufferNeed:
 
 @dataclass(frozen=True)
 class Ring:
-    """Slots of one role in one process group's arena; every slot holds the role's largest buffer.
+    """Slots of one lane in one process group's arena; every slot holds the lane's largest buffer.
 
     Slots are handed out in call order and must be free again when their turn comes round: ``slots`` counts how many
     later buffers one buffer may have to outlive, not only how many are alive at once.
     """
 
-    role: Role
+    role: Lane
     slots: int
     slot_bytes: int
 
@@ -93,20 +108,30 @@ class GroupPlan:
             f"options {options}",
             f"backend {self.backend} on {self.device.type}, root {self.root!r}",
             *(f"ring {r.role} {r.slots} slots of {r.slot_bytes} bytes" for r in self.rings),
-            *(f"{n.role} {n.label} {n.nbytes} bytes {n.dtype}" for n in self.needs),
+            *(f"{n.lane} {n.label} {n.nbytes} bytes {n.dtype}" for n in self.needs),
         ]
 
 
 @dataclass(frozen=True)
 class Member:
-    """A param group that takes part with one role, and the process groups its calls may use."""
+    """A param group that takes part with one role, and the process groups its calls may use.
+
+    Attributes:
+        lane: what its slots are for: the role, or ``"unshard"`` for all-gathers by direct placement.
+        sizes: bytes of its slot in each of ``process_groups``.
+        whole_nbytes: bytes of the whole all-gather output or reduce-scatter input over the shard group.
+        note: why an all-gather is staged although direct placement was wanted.
+    """
 
     group: ParamGroup
     role: Role
+    lane: Lane
     process_groups: tuple[dist.ProcessGroup, ...]
     backend: str
-    nbytes: int
+    sizes: tuple[int, ...]
+    whole_nbytes: int
     dtype: str
+    note: str | None = None
 
 
 def role_groups(group: ParamGroup, role: Role) -> tuple[dist.ProcessGroup, ...]:
@@ -118,31 +143,54 @@ def role_groups(group: ParamGroup, role: Role) -> tuple[dist.ProcessGroup, ...]:
     return (compat.shard_group(group),) if post is None else (compat.shard_group(group), post)
 
 
-def member(group: ParamGroup, role: Role, backend: str) -> Member:
+def member(group: ParamGroup, role: Role, backend: str, *, direct: bool = False, note: str | None = None) -> Member:
     """Size one role of one param group, to be served by ``backend``.
+
+    Args:
+        direct: all-gathers by direct placement: slots hold this rank's shards, not the whole output.
+        note: see :class:`Member`.
 
     Raises:
         compat.UnsizedExtensionError: an all-gather extension could not be asked for its sizes.
     """
+    groups = role_groups(group, role)
     size = compat.all_gather_bytes if role == "all_gather" else compat.reduce_scatter_bytes
     nbytes, dtype = size(group)
-    return Member(group, role, role_groups(group, role), backend, nbytes, dtype)
+    if not direct:
+        return Member(group, role, role, groups, backend, (nbytes,) * len(groups), nbytes, dtype, note)
+    sizes = tuple(packed_nbytes(compat_unshard.input_nbytes(group, g.size())) for g in groups)
+    return Member(group, role, "unshard", groups, backend, sizes, nbytes, dtype)
 
 
-def slots_needed(role: Role, *, schedule_slots: int, input_buffers: int, groups_per_module: int) -> int:
-    """How many slots a role's ring needs (read in torch 2.13-2.15, ``_fsdp_param_group.py``).
+def staged(item: Member, note: str) -> Member:
+    """The same member with a staging buffer, and why."""
+    return member(item.group, item.role, item.backend, note=note)
 
-    All-gather: what the replay of the prefetch lists says (:mod:`fsdp_symm.schedule`), and never less than the output
-    just copied out plus one prefetched module (1 + G). Reduce-scatter: K inputs are kept, and only a module's last
-    param group reclaims (K - 1 + G).
+
+def shard_offsets(nbytes: Sequence[int]) -> list[int]:
+    """Where each shard starts in a slot of the lane ``"unshard"``."""
+    return [0, *itertools.accumulate(_align(n, SHARD_ALIGNMENT_BYTES) for n in nbytes)][: len(nbytes)]
+
+
+def packed_nbytes(nbytes: Sequence[int]) -> int:
+    """Bytes of a slot that holds shards of these sizes."""
+    return sum(_align(n, SHARD_ALIGNMENT_BYTES) for n in nbytes)
+
+
+def slots_needed(lane: Lane, *, schedule_slots: int, input_buffers: int, groups_per_module: int) -> int:
+    """How many slots a lane's ring needs (read in torch 2.13-2.15, ``_fsdp_param_group.py``).
+
+    All-gather and unshard: what the replay of the prefetch lists says (:mod:`fsdp_symm.schedule`), and never less than
+    the output just copied out plus one prefetched module (1 + G). Reduce-scatter: K inputs are kept, and only a
+    module's last param group reclaims (K - 1 + G).
     """
-    if role == "all_gather":
+    if lane != "reduce_scatter":
         return max(schedule_slots, 1 + groups_per_module)
     return input_buffers - 1 + groups_per_module
 
 
-def _align(nbytes: int) -> int:
-    return -(-nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+def _align(nbytes: int, boundary: int = SLOT_ALIGNMENT_BYTES) -> int:
+    return -(-nbytes // boundary) * boundary
 
 
 def process_groups(groups: Iterable[ParamGroup]) -> list[tuple[dist.ProcessGroup, str]]:
@@ -185,27 +233,30 @@ def make_plan(
     for process_group, root in order:
         name, ranks = compat.group_name(process_group), compat.group_ranks(process_group)
         items = by_group[name, root]
-        needs = tuple(BufferNeed(m.group.label, m.role, ranks, name, m.nbytes, m.dtype) for m in items)
+        sizes = [m.sizes[[compat.group_name(g) for g in m.process_groups].index(name)] for m in items]
+        needs = tuple(
+            BufferNeed(m.group.label, m.lane, ranks, name, size, m.dtype) for m, size in zip(items, sizes, strict=True)
+        )
         rings = tuple(
-            _ring(role, [m for m in items if m.role == role], schedule_slots, input_buffers, slots)
-            for role in compat.ROLES
-            if any(m.role == role for m in items)
+            _ring(lane, chosen, schedule_slots, input_buffers, slots)
+            for lane in LANES
+            if (chosen := [(m, size) for m, size in zip(items, sizes, strict=True) if m.lane == lane])
         )
         backend, device = (items[0].backend, items[0].group.device) if items else ("none", torch.device("meta"))
         plans.append(GroupPlan(process_group, backend, device, root, needs, rings))
     return tuple(plans)
 
 
-def _ring(role: Role, items: list[Member], schedule_slots: int, buffers: int, slots: int | None) -> Ring:
+def _ring(lane: Lane, items: list[tuple[Member, int]], schedule_slots: int, buffers: int, slots: int | None) -> Ring:
     count = slots_needed(
-        role,
+        lane,
         schedule_slots=schedule_slots,
         input_buffers=buffers,
-        groups_per_module=max(m.group.siblings for m in items),
+        groups_per_module=max(m.group.siblings for m, _ in items),
     )
-    if role == "all_gather" and slots is not None:
+    if lane != "reduce_scatter" and slots is not None:
         count = max(count, slots)
-    return Ring(role, count, _align(max(m.nbytes for m in items)))
+    return Ring(lane, count, _align(max(size for _, size in items)))
 
 
 def digest(lines: list[str]) -> str:

@@ -8,18 +8,22 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 
-from fsdp_symm import compat, compat_nccl
+from fsdp_symm import compat, compat_nccl, compat_unshard
 from fsdp_symm.compat import ParamGroup, Role
 from fsdp_symm.errors import SymmMemConfigError, problem
 from fsdp_symm.memory.arena import BACKENDS
 from fsdp_symm.memory.mixin import SymmMemAllocMixin
 from fsdp_symm.plan import Member, member, role_groups
 
-Backend = Literal["auto", "host", "nccl"]
+Backend = Literal["auto", "host", "nccl", "cuda"]
+AllGatherChoice = bool | Literal["auto", "direct", "staged"]
+ReduceScatterChoice = bool | Literal["auto", "copy_engine", "nccl"]
+ALL_GATHER = get_args(get_args(AllGatherChoice)[1])
+REDUCE_SCATTER = get_args(get_args(ReduceScatterChoice)[1])
 MAX_SLOTS = 4096
 ModuleFilter = str | Callable[[str, nn.Module], bool] | None
 
@@ -33,8 +37,8 @@ class SwitchOptions:
     """
 
     backend: str = "auto"
-    all_gather: bool = True
-    reduce_scatter: bool = True
+    all_gather: AllGatherChoice = "auto"
+    reduce_scatter: ReduceScatterChoice = "auto"
     modules: ModuleFilter = None
     min_bytes: int = 0
     strict: bool = False
@@ -45,9 +49,13 @@ class SwitchOptions:
     def __post_init__(self) -> None:
         backends = ["auto", *sorted(BACKENDS)]
         self._require("backend", self.backend in backends, f"one of {backends}")
-        for name in ("all_gather", "reduce_scatter", "strict", "dedicated_all_gather"):
+        for name in ("strict", "dedicated_all_gather"):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
-        self._require("all_gather", self.all_gather or self.reduce_scatter, "all_gather or reduce_scatter to be True")
+        for name, ways in (("all_gather", ALL_GATHER), ("reduce_scatter", REDUCE_SCATTER)):
+            value = getattr(self, name)
+            self._require(name, isinstance(value, bool) or value in ways, f"one of {list(ways)}, True or False")
+        some = self.all_gather is not False or self.reduce_scatter is not False
+        self._require("all_gather", some, "all_gather or reduce_scatter to be on")
         self._require(
             "modules",
             self.modules is None or isinstance(self.modules, str) or callable(self.modules),
@@ -77,10 +85,15 @@ class SwitchOptions:
         """What every rank must have asked for alike; a callable filter shows in the plan's modules instead."""
         pattern = self.modules if isinstance(self.modules, str) else None
         return (
-            f"backend={self.backend} all_gather={self.all_gather} reduce_scatter={self.reduce_scatter} "
+            f"backend={self.backend} all_gather={way(self.all_gather)} reduce_scatter={way(self.reduce_scatter)} "
             f"modules={pattern} min_bytes={self.min_bytes} strict={self.strict} slots={self.slots} "
             f"dedicated={self.dedicated_all_gather}"
         )
+
+
+def way(choice: bool | str) -> str | None:
+    """How a collective is to be moved: ``True`` is ``"auto"``, ``False`` is ``None``."""
+    return ("auto" if choice else None) if isinstance(choice, bool) else choice
 
 
 def _is_int(value: object) -> bool:
@@ -163,43 +176,56 @@ def _decide(group: ParamGroup, role: Role, options: SwitchOptions, chosen: bool)
     _require_alive(group, role)
     if compat.shard_group(group).size() == 1:
         return Skip(group, role, "one rank: nothing moves", moves=False)
-    if not getattr(options, role):
+    if getattr(options, role) is False:
         return Skip(group, role, f"{role}=False")
     if not chosen:
         return Skip(group, role, "not selected by modules")
     comm = compat.get_comm(group, role)
-    if isinstance(comm, SymmMemAllocMixin):
+    if isinstance(comm, SymmMemAllocMixin) or (role == "all_gather" and compat_unshard.taken_over(group)):
         return Skip(group, role, "already on symmetric memory (an earlier handle or a custom comm)")
     backend, reason = _backend(group, role, options)
     if (reason := compat.occupied_by(group, role) or reason) is not None:
         return Skip(group, role, reason, downgrade=True)
     try:
-        sized = member(group, role, backend)
+        sized = _member(group, role, backend, options)
     except compat.UnsizedExtensionError as error:
         return Skip(group, role, f"the all-gather extension could not be sized ({error})", downgrade=True)
-    if sized.nbytes == 0:
+    if sized.whole_nbytes == 0:
         reason = "no trainable parameters" if role == "reduce_scatter" else "no bytes"
         return Skip(group, role, reason, moves=False, watched=role == "reduce_scatter")
-    if sized.nbytes < options.min_bytes:
-        return Skip(group, role, f"{sized.nbytes} bytes < min_bytes={options.min_bytes}")
+    if sized.whole_nbytes < options.min_bytes:
+        return Skip(group, role, f"{sized.whole_nbytes} bytes < min_bytes={options.min_bytes}")
     return sized
+
+
+def _member(group: ParamGroup, role: Role, backend: str, options: SwitchOptions) -> Member:
+    """A member, placed directly where that is wanted and possible."""
+    if role == "reduce_scatter" or way(options.all_gather) == "staged":
+        return member(group, role, backend)
+    reason = compat_unshard.unsupported(group)
+    return member(group, role, backend, direct=reason is None, note=reason)
 
 
 def _backend(group: ParamGroup, role: Role, options: SwitchOptions) -> tuple[str, str | None]:
     """The backend of a param group, or why there is none."""
     device = group.device
-    natural = next((name for name, kind in BACKENDS.items() if kind == device.type), None)
-    if natural is None:
+    serving = [name for name, kind in BACKENDS.items() if kind == device.type]
+    if not serving:
         return "", f"no symmetric memory for {device.type} tensors"
-    if options.backend not in ("auto", natural):
+    chosen = serving[0] if options.backend == "auto" else options.backend
+    if chosen not in serving:
         return "", f"backend {options.backend!r} does not serve {device.type} tensors"
-    if natural == "nccl":
+    if chosen == "nccl":
         try:
             for process_group in role_groups(group, role):
                 compat_nccl.nccl_backend(process_group, device)
         except SymmMemConfigError as error:
+            if options.backend == "auto":  # torch's peer memory needs a group of any kind, for its setup only
+                return "cuda", None
             return "", str(error).splitlines()[0]
-    return natural, None
+    if chosen == "cuda" and options.dedicated_all_gather:
+        return "", "backend 'cuda' uses no NCCL communicator, so dedicated_all_gather has no meaning"
+    return chosen, None
 
 
 def _require_alive(group: ParamGroup, role: Role) -> None:

@@ -7,8 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_symm import guards
-from fsdp_symm.compat import ROLES, Role
-from fsdp_symm.plan import GroupPlan
+from fsdp_symm.compat import ROLES
+from fsdp_symm.memory.nccl_library import peer_addresses_known
+from fsdp_symm.plan import LANES, REDUCE_BY_PULLS_FROM_BYTES, GroupPlan, Lane
+
+# Conditions that concern NCCL's all-gathers on copy engines and nothing else.
+_STAGED_ONLY = ("policy_not_zero", "policy_differs", "two_rank_nvls_hang", "nccl_no_copy_engine")
+
+
+_PEER_MEMORY_BLOCKS = (
+    "no_peer_access", "several_hosts", "capture_in_progress", "device_mismatch", "symm_backend_taken",
+)  # fmt: skip
+_PLACED = ("copy engine", "peer copies; placed directly")
+_PULLED = ("copy engine", "peer copies, summed here by one kernel in rank order")
 
 
 @dataclass(frozen=True)
@@ -16,25 +27,30 @@ class Verdict:
     """The judgement on one process group.
 
     Attributes:
-        engines: by role, who will move the bytes and why.
+        engines: by lane, who will move the bytes and why.
         blocked: why the group must stay on the plain path, ``None`` if it need not.
         downgrades: texts about groups that work, but not by the engine that was asked for.
         advice: texts that a user should know.
+        staged: why shards cannot be placed directly, ``None`` if they can.
     """
 
-    engines: dict[Role, tuple[str, str]]
+    engines: dict[Lane, tuple[str, str]]
     blocked: str | None = None
     downgrades: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
+    staged: str | None = None
 
 
-def judge_all(plans: Sequence[GroupPlan], *, dedicated: bool, timeout_s: float) -> dict[str, Verdict]:
+def judge_all(
+    plans: Sequence[GroupPlan], *, dedicated: bool, timeout_s: float, reduce_scatter: str = "auto"
+) -> dict[str, Verdict]:
     """Judge every planned process group once, by name. Collective over the groups that are not the host's.
 
     Args:
         plans: what is to be served.
         dedicated: whether all-gathers will run on communicators of their own, made with the zero-CTA policy.
         timeout_s: seconds to wait for the other ranks.
+        reduce_scatter: how reduce-scatters were asked for: ``"auto"``, ``"copy_engine"`` or ``"nccl"``.
 
     Raises:
         SymmMemTimeoutError: a rank did not come.
@@ -42,23 +58,62 @@ def judge_all(plans: Sequence[GroupPlan], *, dedicated: bool, timeout_s: float) 
     by_name: dict[str, list[GroupPlan]] = {}
     for plan in plans:
         by_name.setdefault(plan.name, []).append(plan)
-    return {name: _judge(some, dedicated, timeout_s) for name, some in by_name.items()}
+    return {name: _judge(some, dedicated, timeout_s, reduce_scatter) for name, some in by_name.items()}
 
 
-def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float) -> Verdict:
+def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_scatter: str) -> Verdict:
     plan = plans[0]
     if plan.backend == "host":
-        return Verdict(dict.fromkeys(ROLES, ("host", "shared memory, one host")))
+        engines = dict.fromkeys(LANES, ("host", "shared memory, one host"))
+        engines["unshard"] = ("host", "shared memory; placed directly")
+        return Verdict(engines)
+    if plan.backend == "cuda":
+        return _judge_peer_memory(plan, timeout_s)
     facts = guards.collect(plan.group, plan.device, timeout_s=timeout_s)
     if dedicated and facts.policy_source == "config":  # NCCL_CTA_POLICY would beat the dedicated one's options too
         facts = dataclasses.replace(facts, policies=("zero",) * len(facts.policies))
-    # A reduce-scatter never runs on copy engines: its group needs no policy.
-    gathers = any(ring.role == "all_gather" for plan in plans for ring in plan.rings)
-    findings = [f for f in guards.findings(facts) if gathers or f.code != "policy_not_zero"]
+    # Only NCCL's own copy-engine all-gathers need a policy, and can hang in pairs.
+    staged = _staged(facts)
+    gathers = any(
+        ring.role == "all_gather" or (staged and ring.role == "unshard") for plan in plans for ring in plan.rings
+    )
+    findings = [f for f in guards.findings(facts) if gathers or f.code not in _STAGED_ONLY]
     blocks = [f.text for f in findings if f.severity == "blocks"]
+    engines: dict[Lane, tuple[str, str]] = {role: guards.expected_engine(facts, role) for role in ROLES}
+    engines["unshard"] = _PLACED
+    if staged is None and reduce_scatter == "copy_engine":
+        engines["reduce_scatter"] = _PULLED
+    elif staged is None and reduce_scatter == "auto":
+        limit = REDUCE_BY_PULLS_FROM_BYTES >> 20
+        text = f"{_PULLED[1]} from {limit} MiB a rank on; below that a {engines['reduce_scatter'][0]}"
+        engines["reduce_scatter"] = ("copy engine", text)
     return Verdict(
-        engines={role: guards.expected_engine(facts, role) for role in ROLES},
+        engines=engines,
         blocked="\n".join(blocks) or None,
         downgrades=tuple(f.text for f in findings if f.severity == "degrades"),
         advice=tuple(f.text for f in findings if f.severity == "warns"),
+        staged=staged,
     )
+
+
+def _judge_peer_memory(plan: GroupPlan, timeout_s: float) -> Verdict:
+    """Torch's peer memory needs no NCCL: only what keeps GPUs apart stands in its way."""
+    facts = guards.collect(plan.group, plan.device, timeout_s=timeout_s, wanted_symm_backend="CUDA")
+    blocks = [f.text for f in guards.findings(facts) if f.code in _PEER_MEMORY_BLOCKS]
+    return Verdict(
+        engines={
+            "unshard": _PLACED,
+            "all_gather": ("copy engine", "peer copies into a staging buffer"),
+            "reduce_scatter": _PULLED,
+        },
+        blocked="\n".join(blocks) or None,
+    )
+
+
+def _staged(facts: guards.GroupFacts) -> str | None:
+    """Why copy engines cannot reach every peer's memory from here."""
+    if facts.num_hosts > 1:
+        return f"the group spans {facts.num_hosts} hosts"
+    if not peer_addresses_known():
+        return "this NCCL does not tell peers' addresses (ncclGetPeerDevicePointer, 2.29)"
+    return None

@@ -18,7 +18,21 @@ from fsdp_symm.memory.arena import SymmMemArena
 WIDTH = 12
 # FSDP_SYMM_TEST_DEVICE=cuda runs the same programs over NCCL; ranks share GPUs where there are fewer.
 DEVICE = os.environ.get("FSDP_SYMM_TEST_DEVICE", "cpu")
-ENGINE = {"cpu": "host", "cuda": "nccl"}[DEVICE]
+GATHERS = {"cpu": "host", "cuda": "copy_engine"}[DEVICE]  # the engine of all-gathers by default
+
+# What is asked of the switch, and the engines that must have moved the bytes then.
+WAYS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "direct": ({"all_gather": "direct"}, "host", "host"),
+    "staged": ({"all_gather": "staged"}, "host", "host"),
+}
+if DEVICE == "cuda":
+    WAYS = {
+        "direct": ({"all_gather": "direct", "reduce_scatter": "nccl"}, "copy_engine", "nccl"),
+        "staged": ({"all_gather": "staged", "reduce_scatter": "nccl"}, "nccl", "nccl"),
+        "pulled": ({"all_gather": "direct", "reduce_scatter": "copy_engine"}, "copy_engine", "copy_engine"),
+        "peer_memory": ({"backend": "cuda"}, "copy_engine", "copy_engine"),
+        "peer_memory_staged": ({"backend": "cuda", "all_gather": "staged"}, "copy_engine", "copy_engine"),
+    }
 
 
 @dataclass(frozen=True)

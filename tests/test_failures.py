@@ -182,13 +182,13 @@ def _differing_plan(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "first_difference"),
     [
-        ("dtype", "bytes float32'; rank 1: 'all_gather <root>"),
+        ("dtype", "bytes float32'; rank 1: 'unshard <root>"),
         ("frozen", "'reduce_scatter"),
         ("min_bytes", "min_bytes=0"),
         ("callable", "blocks.2"),
         ("strict", "strict=False"),
         ("nothing_left", "min_bytes=1000000000"),
-        ("custom_comm", "all_gather blocks.1"),
+        ("custom_comm", "unshard blocks.1"),
     ],
 )
 def test_a_differing_plan_fails_at_the_switch_with_the_first_difference(

@@ -12,7 +12,7 @@ import torch
 
 from fsdp_symm import set_symm_mem_for_comm
 from tests.harness import Ranks
-from tests.models import DEVICE, ENGINE, Options, build, grads, materialize, poison, train_step
+from tests.models import DEVICE, WAYS, Options, build, grads, materialize, poison, train_step
 
 STEPS = 10
 
@@ -23,10 +23,10 @@ def _assert_equal(mine: list[Any], plain: list[Any], what: str) -> None:
         assert same, f"{what} {index}: {None if a is None or b is None else (a - b).abs().max()}"
 
 
-def _compare(options: Options, exact: bool) -> dict[str, Any]:
+def _compare(options: Options, exact: bool, way: dict[str, Any]) -> dict[str, Any]:
     plain_options = Options(**{**options.__dict__, "force_sum": True} if options.divide_factor else options.__dict__)
     plain, model = build(plain_options), build(options)
-    handle = set_symm_mem_for_comm(model, strict=True, **options.switch)
+    handle = set_symm_mem_for_comm(model, strict=True, **way, **options.switch)
     if options.meta:
         materialize(plain), materialize(model)
     poison(handle.arenas)
@@ -89,11 +89,13 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_are_bit_equal(ranks2: Ranks, name: str) -> None:
-    for answer in ranks2.run(_compare, CASES[name], True):
-        assert set(answer["calls"]["all_gather"]) == {ENGINE}, answer["calls"]
-        assert set(answer["calls"]["reduce_scatter"]) == {ENGINE}, answer["calls"]
+def test_two_ranks_are_bit_equal(ranks2: Ranks, name: str, way: str) -> None:
+    switch, gathers, reduces = WAYS[way]
+    for answer in ranks2.run(_compare, CASES[name], True, switch):
+        assert set(answer["calls"]["all_gather"]) == {gathers}, answer["calls"]
+        assert set(answer["calls"]["reduce_scatter"]) == {reduces}, answer["calls"]
 
 
 CASES_4 = {
@@ -103,20 +105,24 @@ CASES_4 = {
 }
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES_4)
-def test_hsdp_on_four_ranks_is_bit_equal(ranks4: Ranks, name: str) -> None:
-    for answer in ranks4.run(_compare, CASES_4[name], True):
-        assert set(answer["calls"]["reduce_scatter"]) == {ENGINE}
+def test_hsdp_on_four_ranks_is_bit_equal(ranks4: Ranks, name: str, way: str) -> None:
+    switch, gathers, reduces = WAYS[way]
+    for answer in ranks4.run(_compare, CASES_4[name], True, switch):
+        assert set(answer["calls"]["all_gather"]) == {gathers}
+        assert set(answer["calls"]["reduce_scatter"]) == {reduces}
         all_reduce = [row for row in answer["report"] if row.role == "all_reduce"]
         assert len(all_reduce) == 1
         assert all_reduce[0].engine == "plain"
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "options", [Options(reshard=2), Options(), Options(hidden=17)], ids=["reshard_2", "dp4", "odd"]
 )
-def test_four_ranks_equal_within_summation_order(ranks4: Ranks, options: Options) -> None:
-    answers = ranks4.run(_compare, options, False)
+def test_four_ranks_equal_within_summation_order(ranks4: Ranks, options: Options, way: str) -> None:
+    answers = ranks4.run(_compare, options, False, WAYS[way][0])
     served = {(row.role, row.ranks) for row in answers[0]["report"] if row.slots}
     assert ("all_gather", (0, 1, 2, 3)) in served
     if options.reshard == 2:
@@ -124,7 +130,7 @@ def test_four_ranks_equal_within_summation_order(ranks4: Ranks, options: Options
 
 
 def _one_rank() -> dict[str, Any]:
-    return _compare(Options(), True)
+    return _compare(Options(), True, {})
 
 
 def test_world_size_one_moves_nothing() -> None:

@@ -43,9 +43,9 @@ def _step(model: Any) -> float:
 BAD_ARGUMENTS = {
     "backend": (
         {"backend": "nvshmem"},
-        "bad argument backend\n  found: 'nvshmem'\n  expected: one of ['auto', 'host', 'nccl']",
+        "bad argument backend\n  found: 'nvshmem'\n  expected: one of ['auto', 'cuda', 'host', 'nccl']",
     ),
-    "nothing": ({"all_gather": False, "reduce_scatter": False}, "expected: all_gather or reduce_scatter to be True"),
+    "nothing": ({"all_gather": False, "reduce_scatter": False}, "expected: all_gather or reduce_scatter to be on"),
     "all_gather": ({"all_gather": 1}, "bad argument all_gather\n  found: 1"),
     "strict": ({"strict": "yes"}, "bad argument strict\n  found: 'yes'"),
     "modules": ({"modules": 3}, "bad argument modules\n  found: 3"),
@@ -118,7 +118,8 @@ def test_report_of_a_whole_model(ranks2: Ranks) -> None:
     assert (reduce.role, reduce.slots) == ("reduce_scatter", 1)
     block_numel = 2 * (WIDTH * 20 // 2 + 20 // 2 + 20 * WIDTH // 2 + WIDTH // 2 + 1)
     assert reduce.nbytes >= block_numel * 4
-    assert gather.nbytes == 2 * reduce.nbytes
+    assert gather.nbytes == 2 * 4096, "two slots of one page hold a rank's own shards"
+    assert gather.reason.endswith("placed directly")
     for word in ("group", "ranks", "role", "slots", "bytes", "engine", "reason", "all_gather", "0,1", "host"):
         assert word in table
     # 3 blocks are gathered in forward and in backward, the root stays unsharded between
@@ -185,7 +186,7 @@ def test_replicated_modules_are_skipped_with_the_reason(ranks2: Ranks) -> None:
     skipped = [r for r in rows if r.reason == "replicated, not sharded"]
     assert {r.modules for r in skipped} == {("0",)}
     assert comms[:2] == ["DefaultAllGather", "DefaultReduceScatter"]
-    assert comms[2:] == ["SymmMemAllGather", "SymmMemReduceScatter"]
+    assert comms[2:] == ["DefaultAllGather", "SymmMemReduceScatter"], "direct placement leaves the all-gather comm"
 
 
 def _two_param_groups() -> Any:
@@ -450,11 +451,12 @@ def test_checkpoints_load_with_the_switch_flipped(ranks2: Ranks, tmp_path: Any) 
 
 def _late_change(kind: str, strict: bool) -> Any:
     model = build(Options(blocks=5))
-    handle = set_symm_mem_for_comm(model, strict=strict, timeout_s=20)
+    way = "staged" if kind == "prefetch" else "auto"
+    handle = set_symm_mem_for_comm(model, strict=strict, timeout_s=20, all_gather=way)
     blocks = list(model.blocks)
     if kind == "separate_group":
         model.set_separate_reduce_scatter_group(True)
-    elif kind == "prefetch":
+    elif kind in ("prefetch", "prefetch_direct"):
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 4])
     elif kind == "buffers":
@@ -493,6 +495,12 @@ def test_longer_prefetch_set_later_is_a_named_shortage(ranks2: Ranks) -> None:
         assert "all_gather of 'blocks.2': the ring of 2 slots (ranks [0, 1]) is too short" in answer.text
         assert "slot 0: 'blocks.0' (call" in answer.text or "slot 1: 'blocks.0' (call" in answer.text
         assert "set_modules_to_forward_prefetch" in answer.text
+
+
+def test_longer_prefetch_set_later_needs_no_slots_under_direct_placement(ranks2: Ranks) -> None:
+    texts, calls = ranks2.run(_late_change, "prefetch_direct", True)[0]
+    assert texts == []
+    assert calls["all_gather"] == {"host": 22}
 
 
 def test_more_input_buffers_set_later_are_a_named_shortage(ranks2: Ranks) -> None:

@@ -29,12 +29,21 @@ class FakePlan:
 
 
 GATHER = FakePlan((Ring("all_gather", 2, 4096), Ring("reduce_scatter", 1, 4096)))
+DIRECT = FakePlan((Ring("unshard", 2, 4096), Ring("reduce_scatter", 1, 4096)))
 REDUCE = FakePlan((Ring("reduce_scatter", 1, 4096),))
 
 
-def _judge(monkeypatch, facts: GroupFacts, plan: FakePlan, dedicated: bool = False) -> verdict.Verdict:
+def _judge(
+    monkeypatch,
+    facts: GroupFacts,
+    plan: FakePlan,
+    dedicated: bool = False,
+    reduce_scatter: str = "nccl",
+    addresses: bool = True,
+) -> verdict.Verdict:
     monkeypatch.setattr(guards, "collect", lambda *_, **__: facts)
-    return verdict.judge_all([plan], dedicated=dedicated, timeout_s=1)["g"]
+    monkeypatch.setattr(verdict, "peer_addresses_known", lambda: addresses)
+    return verdict.judge_all([plan], dedicated=dedicated, timeout_s=1, reduce_scatter=reduce_scatter)["g"]
 
 
 def test_a_good_group_runs_on_copy_engines(monkeypatch) -> None:
@@ -50,6 +59,45 @@ def test_the_policy_counts_only_where_all_gathers_run(monkeypatch) -> None:
     assert judged.engines["all_gather"][0] == "symmetric kernel"
     assert "the CTA policy is not zero" in judged.downgrades[0]
     assert _judge(monkeypatch, DEFAULT, REDUCE).downgrades == ()
+
+
+def test_direct_placement_and_pulled_sums_need_no_policy(monkeypatch) -> None:
+    judged = _judge(monkeypatch, DEFAULT, DIRECT, reduce_scatter="copy_engine")
+    assert judged.engines["unshard"] == ("copy engine", "peer copies; placed directly")
+    assert judged.engines["reduce_scatter"] == (
+        "copy engine",
+        "peer copies, summed here by one kernel in rank order",
+    )
+    assert (judged.blocked, judged.downgrades, judged.staged) == (None, (), None)
+
+
+def test_auto_names_the_size_from_which_sums_are_pulled(monkeypatch) -> None:
+    engine, reason = _judge(monkeypatch, GroupFacts(), DIRECT, reduce_scatter="auto").engines["reduce_scatter"]
+    assert engine == "copy engine"
+    assert reason.endswith("from 4 MiB a rank on; below that a symmetric kernel")
+
+
+@pytest.mark.parametrize(
+    ("facts", "addresses", "reason"),
+    [
+        (GroupFacts(hosts=("a", "a", "b", "b")), True, "the group spans 2 hosts"),
+        (GroupFacts(), False, "this NCCL does not tell peers' addresses (ncclGetPeerDevicePointer, 2.29)"),
+    ],
+)
+def test_what_keeps_shards_from_being_placed(monkeypatch, facts, addresses, reason) -> None:
+    judged = _judge(monkeypatch, facts, DIRECT, reduce_scatter="copy_engine", addresses=addresses)
+    assert judged.staged == reason
+    assert judged.engines["reduce_scatter"][0] != "copy engine"
+
+
+def test_peer_memory_asks_only_for_reachable_gpus_and_its_backend(monkeypatch) -> None:
+    plan = dataclasses.replace(DIRECT, backend="cuda")
+    assert _judge(monkeypatch, dataclasses.replace(DEFAULT, nccl_version=None), plan).blocked is None
+    taken = GroupFacts(symm_backend="NVSHMEM", wanted_symm_backend="CUDA")
+    assert "torch's symmetric-memory backend of this process is another one" in str(
+        _judge(monkeypatch, taken, plan).blocked
+    )
+    assert "cannot address each other" in str(_judge(monkeypatch, GroupFacts(peer_access=False), plan).blocked)
 
 
 def test_a_dedicated_communicator_brings_its_own_policy(monkeypatch) -> None:

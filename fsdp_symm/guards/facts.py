@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from fsdp_symm import compat, compat_nccl
+from fsdp_symm import compat, compat_nccl, compat_symm
 from fsdp_symm.errors import SymmMemConfigError
 from fsdp_symm.rendezvous import exchange
 from fsdp_symm.zero_cta import Policy, policy_and_source
@@ -187,7 +187,7 @@ def local_facts(device: torch.device) -> GroupFacts:
         current_device=torch.cuda.current_device() if cuda else None,
         model_device=(device.index if device.index is not None else torch.cuda.current_device()) if cuda else None,
         capturing=cuda and torch.cuda.is_current_stream_capturing(),
-        symm_backend=compat_nccl.symm_backend(device) if cuda else None,
+        symm_backend=compat_symm.symm_backend(device) if cuda else None,
         environment=environment(),
         nccl_libraries=nccl_libraries(),
     )

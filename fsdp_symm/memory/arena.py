@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp_symm import compat
-from fsdp_symm.compat import Role
 from fsdp_symm.errors import SlotShortageError, SymmMemConfigError, SymmMemError, problem
 from fsdp_symm.memory.host import HostSegment
 from fsdp_symm.memory.segment import Segment
-from fsdp_symm.plan import Ring
+from fsdp_symm.plan import Lane, Ring
 
 # backend -> type of the devices that it serves
-BACKENDS = {"host": "cpu", "nccl": "cuda"}
+BACKENDS = {"host": "cpu", "nccl": "cuda", "cuda": "cuda"}
 
 
 def _segment(
@@ -31,9 +30,12 @@ def _segment(
 ) -> Segment:
     if backend == "host":
         return HostSegment(group, data_bytes, slots, timeout_s)
-    from fsdp_symm.memory.nccl import NcclSegment  # needs a CUDA build of torch
+    # These need a CUDA build of torch.
+    from fsdp_symm.memory.cuda import CudaSegment
+    from fsdp_symm.memory.nccl import NcclSegment
 
-    return NcclSegment(group, data_bytes, slots, timeout_s, device)
+    kind = NcclSegment if backend == "nccl" else CudaSegment
+    return kind(group, data_bytes, slots, timeout_s, device)
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Lease:
         epoch: number of the collective that used it, ``None`` while there was none.
     """
 
-    role: Role
+    role: Lane
     slot: int
     index: int
     offset: int
@@ -73,16 +75,21 @@ class ArenaStats:
     """
 
     nbytes: int
-    slots: dict[Role, int]
-    handed_out: dict[Role, int]
-    in_use: dict[Role, int]
+    slots: dict[Lane, int]
+    handed_out: dict[Lane, int]
+    in_use: dict[Lane, int]
     wait_s: float
 
 
 def _device_of(backend: str, device: torch.device | None) -> torch.device:
     if backend not in BACKENDS:
         raise SymmMemConfigError(
-            problem("SymmMemArena: unknown backend", found=repr(backend), expected=sorted(BACKENDS), fix="host or nccl")
+            problem(
+                "SymmMemArena: unknown backend",
+                found=repr(backend),
+                expected=sorted(BACKENDS),
+                fix="host, nccl or cuda",
+            )
         )
     wanted = BACKENDS[backend]
     if device is None:
@@ -105,8 +112,9 @@ class SymmMemArena:
     Args:
         group: the ranks that share the memory. Construction is collective over it.
         rings: slots by role; :func:`fsdp_symm.plan.make_plan` computes them from a model.
-        backend: ``"host"``: POSIX shared memory for CPU tensors; ``"nccl"``: NCCL windows for CUDA tensors.
-        device: where the tensors live; by default the CPU, or the current CUDA device for ``"nccl"``.
+        backend: ``"host"``: POSIX shared memory for CPU tensors; ``"nccl"``: NCCL windows, ``"cuda"``: torch's
+            peer memory, for CUDA tensors.
+        device: where the tensors live; by default the CPU, or the current CUDA device.
         serves: the process group whose calls this arena answers when they run on another one (``group``) instead,
             such as a dedicated communicator; by default ``group`` itself.
         timeout_s: seconds that any wait for a peer may last.
@@ -134,8 +142,8 @@ class SymmMemArena:
                 problem(
                     "SymmMemArena: the rings do not make an arena",
                     found=[f"{r.role} x {r.slots}" for r in rings],
-                    expected="one or two rings of different roles",
-                    fix="pass one fsdp_symm.plan.Ring a role",
+                    expected="one or more rings, each of another lane",
+                    fix="pass one fsdp_symm.plan.Ring a lane",
                 )
             )
         self.group = group
@@ -143,15 +151,15 @@ class SymmMemArena:
         self.group_name = compat.group_name(self.serves)
         self.ranks = compat.group_ranks(group)
         self.backend = backend
-        self._rings: dict[Role, Ring] = {ring.role: ring for ring in rings}
-        self._starts: dict[Role, tuple[int, int]] = {}  # role -> (offset of slot 0, index of slot 0)
+        self._rings: dict[Lane, Ring] = {ring.role: ring for ring in rings}
+        self._starts: dict[Lane, tuple[int, int]] = {}  # role -> (offset of slot 0, index of slot 0)
         offset = index = 0
         for ring in rings:
             self._starts[ring.role] = (offset, index)
             offset, index = offset + ring.nbytes, index + ring.slots
         self._leases: list[Lease | None] = [None] * index
-        self._handed_out: dict[Role, int] = dict.fromkeys(self._rings, 0)
-        self._epochs: dict[Role, int] = dict.fromkeys(self._rings, 0)
+        self._handed_out: dict[Lane, int] = dict.fromkeys(self._rings, 0)
+        self._epochs: dict[Lane, int] = dict.fromkeys(self._rings, 0)
         self._lock = threading.Lock()
         self._closed = False
         self.segment = _segment(backend, group, offset, index, timeout_s, self.device)
@@ -162,7 +170,7 @@ class SymmMemArena:
 
     @property
     def engine(self) -> str:
-        """Who moves the bytes of this arena: ``"host"`` or ``"nccl"``."""
+        """Whose memory this is: ``"host"``, ``"nccl"`` or ``"cuda"``."""
         return self.segment.engine
 
     @property
@@ -180,7 +188,7 @@ class SymmMemArena:
         """Whether :meth:`close` was called."""
         return self._closed
 
-    def why_not(self, role: Role, nbytes: int) -> str | None:
+    def why_not(self, role: Lane, nbytes: int) -> str | None:
         """Why a buffer cannot come from this arena, or ``None``. The answer is the same on every rank."""
         if self._closed:
             return "the arena is closed"
@@ -191,11 +199,11 @@ class SymmMemArena:
             return f"{nbytes} bytes were asked for, {ring.slot_bytes} are planned"
         return None
 
-    def acquire(self, role: Role, nbytes: int, *, owner: str = "") -> torch.Tensor:
+    def acquire(self, role: Lane, nbytes: int, *, owner: str = "") -> torch.Tensor:
         """:meth:`acquire_lease` without the lease, for those who find it by its tensor (:meth:`lease_of`)."""
         return self.acquire_lease(role, nbytes, owner=owner)[0]
 
-    def acquire_lease(self, role: Role, nbytes: int, *, owner: str = "") -> tuple[torch.Tensor, Lease]:
+    def acquire_lease(self, role: Lane, nbytes: int, *, owner: str = "") -> tuple[torch.Tensor, Lease]:
         """The next slot of a ring as ``uint8 [nbytes]``. Waits until peers have read what the slot held before.
 
         All ranks must call it in the same order. The slot is in use until the last tensor over it is gone.
@@ -226,7 +234,7 @@ class SymmMemArena:
             self.segment.acquired(first + slot)
             return tensor, lease
 
-    def _retire(self, role: Role, index: int, owner: str) -> None:
+    def _retire(self, role: Lane, index: int, owner: str) -> None:
         last = self._leases[index]
         if last is None:
             return
@@ -237,7 +245,7 @@ class SymmMemArena:
         call = f"{role} buffer of {owner!r}: slot {last.slot} held the {role} of {last.owner!r}"
         self.segment.before_reuse(last, call)
 
-    def _shortage(self, role: Role, owner: str) -> str:
+    def _shortage(self, role: Lane, owner: str) -> str:
         ring = self._rings[role]
         _, first = self._starts[role]
         users = [
@@ -274,7 +282,7 @@ class SymmMemArena:
 
     def stats(self) -> ArenaStats:
         """Numbers of this moment; local, cheap."""
-        in_use: dict[Role, int] = dict.fromkeys(self._rings, 0)
+        in_use: dict[Lane, int] = dict.fromkeys(self._rings, 0)
         for lease in self._leases:
             if lease is not None and lease.alive() is not None:
                 in_use[lease.role] += 1

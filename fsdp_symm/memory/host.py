@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp_symm import compat
-from fsdp_symm.compat import Role
 from fsdp_symm.errors import SymmMemMemoryError, SymmMemPeerError, SymmMemTimeoutError, problem
 from fsdp_symm.memory import signals
 from fsdp_symm.memory.segment import SlotUse
@@ -32,6 +31,7 @@ from fsdp_symm.memory.shared_file import (
     is_dead,
     reserve,
 )
+from fsdp_symm.plan import Lane
 from fsdp_symm.rendezvous import exchange
 
 _SPIN_S = 30e-6  # a peer that is nearly there costs less than two system calls
@@ -178,7 +178,7 @@ class HostSegment:
             if peer != self.rank:
                 self.wait("done", last.role, last.epoch, peer, call)
 
-    def publish(self, kind: Kind, role: Role, epoch: int) -> None:
+    def publish(self, kind: Kind, role: Lane, epoch: int) -> None:
         """Tell the peers that this rank's data of call ``epoch`` is ready, or that it has read everybody's."""
         self._own.word(kind, role).publish(epoch)
 
@@ -204,7 +204,7 @@ class HostSegment:
                 )
             )
 
-    def wait(self, kind: Kind, role: Role, epoch: int, peer: int, call: str) -> None:
+    def wait(self, kind: Kind, role: Lane, epoch: int, peer: int, call: str) -> None:
         """Wait until group rank ``peer`` has signalled ``epoch``.
 
         Raises:
@@ -228,10 +228,10 @@ class HostSegment:
         finally:
             self.wait_s += time.monotonic() - start
 
-    def _late(self, kind: Kind, role: Role, epoch: int) -> list[int]:
+    def _late(self, kind: Kind, role: Lane, epoch: int) -> list[int]:
         return [r for r, m in zip(self.ranks, self._mappings, strict=True) if not m.word(kind, role).reached(epoch)]
 
-    def _raise_timeout(self, kind: Kind, role: Role, epoch: int, call: str) -> None:
+    def _raise_timeout(self, kind: Kind, role: Lane, epoch: int, call: str) -> None:
         # Own words lag behind what this rank waits for ("done" of a call it is in), so it is never listed.
         late = [r for r in self._late(kind, role, epoch) if r != self.ranks[self.rank]]
         verb = "published their data" if kind == "ready" else "read this rank's data"
@@ -244,7 +244,7 @@ class HostSegment:
             )
         )
 
-    def check_health(self, call: str, waiting: tuple[Kind, Role, int] | None = None) -> None:
+    def check_health(self, call: str, waiting: tuple[Kind, Lane, int] | None = None) -> None:
         """Raise if this arena has failed before, a peer reports a failure, or a peer that is waited for is dead.
 
         Raises:
@@ -282,6 +282,18 @@ class HostSegment:
                     fix="look at the first error those ranks printed, or at the kernel's log for an out-of-memory kill",
                 )
             )
+
+    def reported(self) -> str | None:
+        """The first failure that a peer has reported, ``None`` while all is well."""
+        for rank, mapping in zip(self.ranks, self._mappings, strict=False):
+            if mapping is not self._own and (text := mapping.failure()) is not None:
+                return f"rank {rank} reported: {text}"
+        return None
+
+    def dead_ranks(self) -> list[int]:
+        """Peers whose processes have ended."""
+        pairs = zip(self.ranks, self._pidfds, strict=False)
+        return [] if self._closed else [r for r, pidfd in pairs if pidfd is not None and is_dead(pidfd)]
 
     def fail(self, text: str) -> None:
         """Remember a failure and tell the peers, so that none of them waits for this rank."""

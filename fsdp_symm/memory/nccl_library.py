@@ -30,15 +30,15 @@ class NcclLibrary:
     """Typed calls; every failure is an exception with NCCL's own text."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self.library = library
         library.ncclGetErrorString.restype = ctypes.c_char_p
         library.ncclGetLastError.restype = ctypes.c_char_p
         library.ncclGetLastError.argtypes = (ctypes.c_void_p,)
 
     def _check(self, status: int, call: str) -> None:
         if status != 0:
-            kind = self._library.ncclGetErrorString(status).decode()
-            detail = self._library.ncclGetLastError(None).decode().strip()
+            kind = self.library.ncclGetErrorString(status).decode()
+            detail = self.library.ncclGetLastError(None).decode().strip()
             raise SymmMemMemoryError(
                 problem(
                     f"{call} failed",
@@ -52,13 +52,13 @@ class NcclLibrary:
         """Device memory of the current device that can be registered symmetrically; returns its address."""
         pointer = ctypes.c_void_p()
         self._check(
-            self._library.ncclMemAlloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes)), f"ncclMemAlloc({nbytes} bytes)"
+            self.library.ncclMemAlloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes)), f"ncclMemAlloc({nbytes} bytes)"
         )
         return pointer.value or 0
 
     def mem_free(self, pointer: int) -> None:
         """Give memory of :meth:`mem_alloc` back."""
-        self._check(self._library.ncclMemFree(ctypes.c_void_p(pointer)), "ncclMemFree")
+        self._check(self.library.ncclMemFree(ctypes.c_void_p(pointer)), "ncclMemFree")
 
     def window_register(self, communicator: int, pointer: int, nbytes: int) -> int | None:
         """Register memory with a communicator. Collective over its ranks, blocking.
@@ -69,7 +69,7 @@ class NcclLibrary:
         """
         window = ctypes.c_void_p()
         self._check(
-            self._library.ncclCommWindowRegister(
+            self.library.ncclCommWindowRegister(
                 ctypes.c_void_p(communicator),
                 ctypes.c_void_p(pointer),
                 ctypes.c_size_t(nbytes),
@@ -80,12 +80,31 @@ class NcclLibrary:
         )
         return window.value
 
+    def peer_pointer(self, window: int, peer: int) -> int | None:
+        """Where the window's memory of communicator rank ``peer`` lies in this process, ``None`` if out of reach.
+
+        ``ncclGetPeerDevicePointer(window, offset, peer, &pointer)`` (nccl_device/core.h, 2.29 and newer).
+        """
+        pointer = ctypes.c_void_p()
+        self._check(
+            self.library.ncclGetPeerDevicePointer(
+                ctypes.c_void_p(window), ctypes.c_size_t(0), ctypes.c_int(peer), ctypes.byref(pointer)
+            ),
+            f"ncclGetPeerDevicePointer(rank {peer})",
+        )
+        return pointer.value
+
     def window_deregister(self, communicator: int, window: int) -> None:
         """Undo :meth:`window_register`. Collective over the communicator's ranks."""
         self._check(
-            self._library.ncclCommWindowDeregister(ctypes.c_void_p(communicator), ctypes.c_void_p(window)),
+            self.library.ncclCommWindowDeregister(ctypes.c_void_p(communicator), ctypes.c_void_p(window)),
             "ncclCommWindowDeregister",
         )
+
+
+def peer_addresses_known() -> bool:
+    """Whether the loaded NCCL can say where a window lies on each peer."""
+    return hasattr(nccl_library().library, "ncclGetPeerDevicePointer")
 
 
 @functools.cache

@@ -7,14 +7,14 @@ from typing import Protocol
 
 import torch
 
-from fsdp_symm.compat import Role
+from fsdp_symm.plan import Lane
 
 
 class SlotUse(Protocol):
     """What a segment may know about the last use of a slot (see :class:`fsdp_symm.memory.arena.Lease`)."""
 
     @property
-    def role(self) -> Role: ...
+    def role(self) -> Lane: ...
     @property
     def index(self) -> int: ...
     @property

@@ -1,6 +1,6 @@
 """One rank's shared-memory file: making it, mapping it, telling peers about it. The layout of a segment, in bytes::
 
-0      failed   u32, then 64-byte cells: closed, and ready/done for each role
+0      failed   u32, then 64-byte cells: closed, and ready/done for each lane
 1024   failure text: u32 length, then UTF-8
 2048   signatures: 256 bytes a slot (u16 length, then text), the call that a rank published
 C      data (C is the control size, a multiple of the page size)
@@ -19,9 +19,9 @@ from typing import Literal
 
 import torch
 
-from fsdp_symm.compat import ROLES, Role
 from fsdp_symm.errors import SymmMemMemoryError, problem
 from fsdp_symm.memory.signals import Word
+from fsdp_symm.plan import LANES, Lane
 
 SHM_DIR_VARIABLE = "FSDP_SYMM_SHM_DIR"
 _CELL_BYTES = 64  # one cache line a word, so that ranks do not fight over one
@@ -82,13 +82,13 @@ class Mapping:
         self.failed = Word(self.map, 0)
         self.closed = Word(self.map, _CELL_BYTES)
         self._words = {
-            (kind, role): Word(self.map, _CELL_BYTES * (2 + 2 * index + offset))
-            for index, role in enumerate(ROLES)
+            (kind, lane): Word(self.map, _CELL_BYTES * (2 + 2 * index + offset))
+            for index, lane in enumerate(LANES)
             for offset, kind in enumerate(("ready", "done"))
         }
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
 
-    def word(self, kind: Kind, role: Role) -> Word:
+    def word(self, kind: Kind, role: Lane) -> Word:
         return self._words[kind, role]
 
     def fail(self, text: str) -> None:

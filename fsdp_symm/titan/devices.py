@@ -73,9 +73,10 @@ def check_backend(backend: str, *, on_cpu: bool) -> None:
     Raises:
         FieldError: with the dotted key and what is allowed here.
     """
-    natural, machine = ("host", "CPU") if on_cpu else ("nccl", "a GPU")
-    if backend not in ("auto", natural):
-        raise FieldError("fsdp_symm.backend", f"found {backend!r}; allowed on {machine}: 'auto', {natural!r}")
+    serving, machine = (("host",), "CPU") if on_cpu else (("nccl", "cuda"), "a GPU")
+    if backend not in ("auto", *serving):
+        allowed = ", ".join(map(repr, ("auto", *serving)))
+        raise FieldError("fsdp_symm.backend", f"found {backend!r}; allowed on {machine}: {allowed}")
 
 
 def request_zero_cta(environment: MutableMapping[str, str]) -> None:

@@ -43,11 +43,16 @@ class FsdpSymmSection:
     """The switch: FSDP2's communication buffers in symmetric memory (``fsdp_symm.set_symm_mem_for_comm``)."""
 
     enable: bool = _doc(True, "put FSDP2's communication in symmetric memory; false trains on the plain path")
-    backend: Literal["auto", "host", "nccl"] = _doc(
-        "auto", "where symmetric bytes come from: 'auto' by device, 'host' on CPU only, 'nccl' on GPUs only"
+    backend: Literal["auto", "host", "nccl", "cuda"] = _doc(
+        "auto", "where symmetric bytes come from: 'auto' by device, 'host' on CPU only, 'nccl' or 'cuda' on GPUs only"
     )
-    all_gather: bool = _doc(True, "switch the all-gathers")
-    reduce_scatter: bool = _doc(True, "switch the reduce-scatters")
+    all_gather: Literal["auto", "direct", "staged", "off"] = _doc(
+        "auto",
+        "'direct': into the parameters themselves; 'staged': through a symmetric buffer; 'auto': direct if possible",
+    )
+    reduce_scatter: Literal["auto", "copy_engine", "nccl", "off"] = _doc(
+        "auto", "'copy_engine': pulled and summed here; 'nccl': NCCL's symmetric kernel; 'auto': by size"
+    )
     modules: str = _doc("", "shell pattern on module names, e.g. 'layers.*', of what to switch; empty: all")
     zero_cta: bool = _doc(
         False, "NCCL 2.28 or newer only: every communicator gets the zero-CTA policy, all-gathers use copy engines"

@@ -120,8 +120,8 @@ class SymmTrainer(Trainer):
             handle = set_symm_mem_for_comm(
                 model,
                 backend=section.backend,
-                all_gather=section.all_gather,
-                reduce_scatter=section.reduce_scatter,
+                all_gather=False if section.all_gather == "off" else section.all_gather,
+                reduce_scatter=False if section.reduce_scatter == "off" else section.reduce_scatter,
                 modules=section.modules or None,
                 min_bytes=section.min_bytes,
                 strict=section.strict,

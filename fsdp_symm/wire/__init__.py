@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,10 +12,25 @@ import torch.distributed as dist
 from fsdp_symm.memory.arena import Lease, SymmMemArena
 from fsdp_symm.memory.host import HostSegment
 from fsdp_symm.wire.host import HostWire
+from fsdp_symm.wire.pulls import PullPlan
 
 
 class Wire(Protocol):
-    """Moves the bytes of one arena. Legend: W ranks, C elements of one rank's chunk."""
+    """Moves the bytes of one arena. Legend: W ranks, C elements of one rank's chunk.
+
+    Attributes:
+        pull_engine, gather_engine: who moves the bytes of :meth:`pull` and :meth:`all_gather`: ``"host"``, ``"nccl"``
+            or ``"copy_engine"``.
+        reduce_scatter_way: ``"auto"``, ``"copy_engine"`` or ``"nccl"``, for wires that have a choice.
+    """
+
+    pull_engine: str
+    gather_engine: str
+    reduce_scatter_way: str
+
+    def reduce_engine(self, output: torch.Tensor, op: object) -> str:
+        """Who will move the bytes of a reduce-scatter into ``output [C]``."""
+        ...
 
     def all_gather(
         self, output: torch.Tensor, lease: Lease, epoch: int, *, module: str, async_op: bool
@@ -36,6 +52,19 @@ class Wire(Protocol):
         """Reduce every rank's chunk of this rank from ``input_ [W * C]``, the slot's tensor, into ``output [C]``."""
         ...
 
+    def pull(
+        self,
+        lease: Lease,
+        epoch: int,
+        plan: PullPlan,
+        targets: Sequence[torch.Tensor],
+        *,
+        what: str,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Publish this rank's slot and fetch the plan's blocks from the peers' slots into ``targets``."""
+        ...
+
     def close(self) -> None:
         """Let queued work end."""
         ...
@@ -54,6 +83,14 @@ def wire_of(arena: SymmMemArena) -> Wire:
 def _make(arena: SymmMemArena) -> Wire:
     if isinstance(arena.segment, HostSegment):
         return HostWire(arena.segment)
-    from fsdp_symm.wire.nccl import NcclWire  # needs a CUDA build of torch
+    # These need a CUDA build of torch.
+    from fsdp_symm.memory.device import DeviceSegment
+    from fsdp_symm.memory.nccl import NcclSegment
+    from fsdp_symm.wire.copy_engine import CopyEngineWire
+    from fsdp_symm.wire.nccl import NcclWire
 
-    return NcclWire(arena.segment, arena.group)  # type: ignore[arg-type]  # the one other segment there is
+    if isinstance(arena.segment, NcclSegment):
+        return NcclWire(arena.segment, arena.group)
+    if isinstance(arena.segment, DeviceSegment):
+        return CopyEngineWire(arena.segment)
+    raise TypeError(f"no wire for {type(arena.segment).__name__}")

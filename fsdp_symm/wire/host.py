@@ -12,7 +12,7 @@ A slot's next user waits for all ``done`` words (:meth:`SymmMemArena.acquire`), 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -20,11 +20,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from fsdp_symm.compat import ROLES, Role
+from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemError, SymmMemTimeoutError
 from fsdp_symm.memory.arena import Lease
 from fsdp_symm.memory.host import HostSegment
+from fsdp_symm.plan import LANES, Lane
+from fsdp_symm.wire.pulls import Block, PullPlan
 from fsdp_symm.wire.reduce import op_name, reduce_chunks
+
+_CPU = torch.device("cpu")
 
 
 class HostWork(dist.Work):
@@ -92,27 +96,27 @@ class _Job:
             run()
 
 
-class _Lane:
-    """Keeps the calls of one role in order: at once, or on a thread when a call is asynchronous.
+class _Queue:
+    """Keeps the calls of one lane in order: at once, or on a thread when a call is asynchronous.
 
-    Roles have epochs of their own, so the order between an all-gather and a reduce-scatter does not matter.
+    Lanes have epochs of their own, so the order between an all-gather and a reduce-scatter does not matter.
     """
 
-    def __init__(self, role: Role) -> None:
-        self._role = role
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
         self._executor: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
         self._lock = threading.Lock()
 
     def start(self, run: Callable[[], None], async_op: bool) -> HostWork | None:
-        """Run now, or on the lane's thread when asked to or when a queued call must come first."""
+        """Run now, or on the queue's thread when asked to or when a queued call must come first."""
         with self._lock:
             queued = self._last is not None and not self._last.done()
             if not async_op and not queued:
                 run()
                 return None
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"fsdp_symm_{self._role}")
+                self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"fsdp_symm_{self._lane}")
             self._last = self._executor.submit(_Job(run))
             work = HostWork(self._last)
         if async_op:
@@ -129,9 +133,16 @@ class _Lane:
 class HostWire:
     """Moves the bytes of one arena in shared memory; see the module's text for the protocol."""
 
+    pull_engine = gather_engine = "host"
+    reduce_scatter_way = "auto"
+
     def __init__(self, segment: HostSegment) -> None:
         self._segment = segment
-        self._lanes: dict[Role, _Lane] = {role: _Lane(role) for role in ROLES}
+        self._queues: dict[Lane, _Queue] = {lane: _Queue(lane) for lane in LANES}
+
+    def reduce_engine(self, output: torch.Tensor, op: object) -> str:
+        """Always the host."""
+        return "host"
 
     def all_gather(
         self, output: torch.Tensor, lease: Lease, epoch: int, *, module: str, async_op: bool
@@ -146,14 +157,14 @@ class HostWire:
             async_op: return at once with a :class:`HostWork`.
         """
         call = f"all_gather of {module!r}, {lease.nbytes} bytes {_name(output)}"
-        # Not `output` itself: an inference tensor cannot be written by the lane's thread, which is not in that mode.
+        # Not `output` itself: an inference tensor cannot be written by the queue's thread, which is not in that mode.
         flat = self._segment.data(self._segment.rank, lease.offset, lease.nbytes)
 
         def run() -> None:
             self._guarded(call, lambda: self._all_gather(flat, lease, epoch, call))
             _ = output  # a queued call keeps its slot in use
 
-        return self._lanes["all_gather"].start(run, async_op)
+        return self._queues["all_gather"].start(run, async_op)
 
     def reduce_scatter(
         self,
@@ -176,15 +187,53 @@ class HostWire:
         """
         call = f"reduce_scatter of {module!r}, {lease.nbytes} bytes {_name(output)}, {op_name(op)}"
         target, source = output.view(-1), input_.view(-1)
-        return self._lanes["reduce_scatter"].start(
+        return self._queues["reduce_scatter"].start(
             lambda: self._guarded(call, lambda: self._reduce_scatter(target, source, op, lease, epoch, call)),
             async_op,
         )
 
+    def pull(
+        self,
+        lease: Lease,
+        epoch: int,
+        plan: PullPlan,
+        targets: Sequence[torch.Tensor],
+        *,
+        what: str,
+        async_op: bool,
+    ) -> HostWork | None:
+        """Publish this rank's slot and fetch the plan's blocks from the peers' slots.
+
+        Args:
+            lease: the slot, whose bytes are in place.
+            epoch: the call's number.
+            plan: the blocks.
+            targets: contiguous tensors that the blocks go to; their version counters stay as they are.
+            what: the call, for errors; every rank must say the same.
+            async_op: return at once with a :class:`HostWork`.
+
+        Raises:
+            SymmMemError: the targets do not fit the plan.
+            SymmMemTimeoutError, SymmMemPeerError: a rank did not arrive, died, or issued another call.
+        """
+        sizes = [t.numel() * t.element_size() for t in targets]
+        plan.check_targets(sizes, what)
+        places = [(t.data_ptr(), size) for t, size in zip(targets, sizes, strict=True)]
+        keep = (*targets, lease.alive())  # the slot's storage, so that it counts as in use
+
+        def run() -> None:
+            # Fresh tensors over the same bytes, made on the thread that writes them: neither version counters nor
+            # the caller's inference mode are in the way.
+            raw = [compat.wrap_memory(address, size, _CPU)[0] for address, size in places]
+            self._guarded(what, lambda: self._pull(plan, raw, lease, epoch, what))
+            _ = keep  # a queued call keeps them
+
+        return self._queues[lease.role].start(run, async_op)
+
     def close(self) -> None:
         """Let the threads end after what is queued."""
-        for lane in self._lanes.values():
-            lane.close()
+        for queue in self._queues.values():
+            queue.close()
 
     def _guarded(self, call: str, run: Callable[[], None]) -> None:
         try:
@@ -237,6 +286,24 @@ class HostWire:
         ]
         reduce_chunks(output, chunks, op)
         self._segment.publish("done", lease.role, epoch)
+
+    def _pull(self, plan: PullPlan, targets: Sequence[torch.Tensor], lease: Lease, epoch: int, what: str) -> None:
+        signature = self._arrive(lease, epoch, what)
+        for peer in (self._segment.rank, *self._peers()):
+            if peer != self._segment.rank:
+                self._meet(peer, lease, epoch, what, signature)
+            for block in plan.by_peer.get(peer, ()):
+                source = self._segment.data(peer, lease.offset + block.source, block.packed_nbytes)
+                _copy_block(targets[block.target], source, block)
+        self._segment.publish("done", lease.role, epoch)
+
+
+def _copy_block(target: torch.Tensor, source: torch.Tensor, block: Block) -> None:
+    if block.rows == 1:
+        target.narrow(0, block.offset, block.nbytes).copy_(source)
+    else:
+        rows = target.as_strided((block.rows, block.nbytes), (block.pitch, 1), block.offset)
+        rows.copy_(source.view(block.rows, block.nbytes))
 
 
 def _name(tensor: torch.Tensor) -> str:

@@ -7,12 +7,18 @@ rewritten, since symmetric kernels know SUM, and AVG from NCCL 2.30.3 on (sym_ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from fsdp_symm import compat, compat_nccl
 from fsdp_symm.memory.arena import Lease
 from fsdp_symm.memory.nccl import NcclSegment
+from fsdp_symm.plan import REDUCE_BY_PULLS_FROM_BYTES
+from fsdp_symm.wire.copy_engine import CopyEngineWire
+from fsdp_symm.wire.device_sum import summable
+from fsdp_symm.wire.pulls import PullPlan
 
 _FIRST_SYMMETRIC_AVG = (2, 30, 3)
 
@@ -34,12 +40,26 @@ def rewrite_op(op: object, world_size: int, nccl_version: tuple[int, ...]) -> tu
 
 
 class NcclWire:
-    """Runs the collectives of one arena on its group."""
+    """Runs the collectives of one arena: NCCL's on its group, and pulls on our own wire.
+
+    Args:
+        segment: the arena's window.
+        group: whose communicator has the window.
+    """
+
+    pull_engine = "copy_engine"
+    gather_engine = "nccl"
+    reduce_scatter_way: str = "auto"
 
     def __init__(self, segment: NcclSegment, group: dist.ProcessGroup) -> None:
         self._segment = segment
         self._group = group
         self._version = compat_nccl.nccl_runtime_version()
+        self._copies = CopyEngineWire(segment) if segment.peers is not None else None
+
+    def reduce_engine(self, output: torch.Tensor, op: object) -> str:
+        """Our own wire's copy engines, or NCCL."""
+        return "copy_engine" if self._pulls(output, op) else "nccl"
 
     def all_gather(
         self, output: torch.Tensor, lease: Lease, epoch: int, *, module: str, async_op: bool
@@ -68,6 +88,8 @@ class NcclWire:
         async_op: bool,
     ) -> dist.Work | None:
         """Reduce-scatter from the slot into ordinary memory; arguments as for the host wire."""
+        if self._copies is not None and self._pulls(output, op):
+            return self._copies.reduce_scatter(output, input_, op, lease, epoch, module=module, async_op=async_op)
         rewritten, factor = rewrite_op(op, self._group.size(), self._version)
         work = compat.plain_comm("reduce_scatter")(output, input_, self._group, rewritten, async_op)
         if factor is not None:
@@ -77,6 +99,31 @@ class NcclWire:
         if not async_op:
             self._segment.used(lease.index)
         return work
+
+    def _pulls(self, output: torch.Tensor, op: object) -> bool:
+        """Whether our own wire runs this reduce-scatter; the same answer on every rank."""
+        if self._copies is None or self.reduce_scatter_way == "nccl" or not summable(op, output.dtype):
+            return False
+        return self.reduce_scatter_way == "copy_engine" or output.nbytes >= REDUCE_BY_PULLS_FROM_BYTES
+
+    def pull(
+        self,
+        lease: Lease,
+        epoch: int,
+        plan: PullPlan,
+        targets: Sequence[torch.Tensor],
+        *,
+        what: str,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """See :meth:`CopyEngineWire.pull`.
+
+        Raises:
+            SymmMemUnavailableError: peers' memory cannot be addressed.
+        """
+        if self._copies is None:
+            self._copies = CopyEngineWire(self._segment)
+        return self._copies.pull(lease, epoch, plan, targets, what=what, async_op=async_op)
 
     def close(self) -> None:
         """Nothing runs beside the caller's streams."""

@@ -57,15 +57,29 @@ def _engines(path: str, arguments: dict[str, Any]) -> None:
     handle.close()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reduces"),
+    [
+        ({"all_gather": "staged", "reduce_scatter": "nccl"}, "symmetric_kernel"),
+        ({"all_gather": "direct", "reduce_scatter": "nccl"}, "symmetric_kernel"),
+        ({"all_gather": "direct", "reduce_scatter": "copy_engine"}, "copy_engine"),
+        ({"backend": "cuda"}, "copy_engine"),
+    ],
+)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_engines_in_a_trace(request: pytest.FixtureRequest, tmp_path: Path, world_size: int) -> None:
+def test_engines_in_a_trace(
+    request: pytest.FixtureRequest, tmp_path: Path, world_size: int, arguments: dict[str, Any], reduces: str
+) -> None:
     from fsdp_symm.trace import inspect_traces
 
     path = tmp_path / "trace.json"
-    request.getfixturevalue(f"ranks{world_size}").run(_engines, str(path), {})
+    request.getfixturevalue(f"ranks{world_size}").run(_engines, str(path), arguments)
     (rank,) = inspect_traces(path).ranks
     kinds = {kind: {c.engine for c in rank.calls if c.kind == kind} for kind in ("all_gather", "reduce_scatter")}
-    assert kinds == {"all_gather": {"copy_engine"}, "reduce_scatter": {"symmetric_kernel"}}
+    assert kinds["all_gather"] == {"copy_engine"}
+    assert kinds["reduce_scatter"] == {reduces}
+    copied_out = "split_with_sizes_copy" in path.read_text()
+    assert copied_out == (arguments.get("all_gather") == "staged"), "direct placement has no copy-out"
 
 
 SCRIPT = """

@@ -228,7 +228,7 @@ def _bad_arena(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("backend", "unknown backend\n  found: 'ucx'\n  expected: ['host', 'nccl']"),
+        ("backend", "unknown backend\n  found: 'ucx'\n  expected: ['cuda', 'host', 'nccl']"),
         ("rings", "the rings do not make an arena"),
         ("role", "reduce_scatter buffer of 'm': the arena has no reduce_scatter ring"),
         ("size", "all_gather buffer of 'm': 4097 bytes were asked for, 4096 are planned"),

@@ -66,7 +66,7 @@ def test_sharing_needs_the_variable_to_be_one() -> None:
         ("host", True, None),
         ("nccl", False, None),
         ("nccl", True, "found 'nccl'; allowed on CPU: 'auto', 'host'"),
-        ("host", False, "found 'host'; allowed on a GPU: 'auto', 'nccl'"),
+        ("host", False, "found 'host'; allowed on a GPU: 'auto', 'nccl', 'cuda'"),
     ],
 )
 def test_a_backend_serves_one_device(backend: str, on_cpu: bool, text: str | None) -> None:

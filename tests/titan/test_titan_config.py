@@ -107,13 +107,13 @@ REFUSED: list[tuple[str, list[str]]] = [
     (
         "[fsdp_symm]\nbackend = 'ncl'",
         [
-            "fsdp_symm.backend: found 'ncl' (str); allowed: 'auto', 'host', 'nccl'; nearest: 'nccl'",
+            "fsdp_symm.backend: found 'ncl' (str); allowed: 'auto', 'host', 'nccl', 'cuda'; nearest: 'nccl'",
         ],
     ),
     (
         "[fsdp_symm]\nbackend = 'cuda'",
         [
-            "fsdp_symm.backend: found 'cuda' (str); allowed: 'auto', 'host', 'nccl'",
+            "fsdp_symm.backend: found 'cuda'; allowed on CPU: 'auto', 'host'",
         ],
     ),
     (

@@ -1,0 +1,213 @@
+"""Direct placement: every peer's shards land in the unsharded parameters themselves.
+
+FSDP2's own way gathers a whole layer into a staging buffer and copies it out into the parameters. Here a rank's
+shards lie in a small slot of symmetric memory, and each peer pulls them to where they belong in its parameters: no
+staging buffer, no copy-out, and symmetric memory only for shards, ``1 / W`` of a layer.
+
+Legend: W ranks, n elements of one rank's shard of a parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_symm import compat, compat_unshard
+from fsdp_symm.compat import ParamGroup
+from fsdp_symm.errors import SymmMemConfigError, problem
+from fsdp_symm.memory.arena import SymmMemArena
+from fsdp_symm.memory.counters import Counters
+from fsdp_symm.memory.mixin import SymmMemFallbackWarning
+from fsdp_symm.memory.unsharded import Place, UnshardedMemory
+from fsdp_symm.plan import packed_nbytes, shard_offsets
+from fsdp_symm.wire import wire_of
+from fsdp_symm.wire.pulls import Block, PullPlan
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the shards of one param group lie in a slot, and where they go.
+
+    Attributes:
+        numels, dtypes, counts: of the all-gather inputs, see :func:`fsdp_symm.compat_unshard.gather_inputs`.
+        offsets: bytes from the slot's start, one an input.
+        nbytes: bytes of the slot.
+        gathered_nbytes: bytes of all unsharded tensors.
+        plan: the blocks of all ranks, this rank's own included.
+    """
+
+    numels: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    counts: tuple[int, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+    gathered_nbytes: int
+    plan: PullPlan
+
+    @staticmethod
+    def of(
+        numels: Sequence[int], dtypes: Sequence[torch.dtype], counts: Sequence[int], rows: Sequence[int], group: Any
+    ) -> _Layout:
+        """Lay out inputs; ``rows`` says for each into how many rows of the unsharded tensor a shard is cut."""
+        rank, world_size = group.rank(), group.size()
+        nbytes = [n * d.itemsize for n, d in zip(numels, dtypes, strict=True)]
+        offsets, total = shard_offsets(nbytes), packed_nbytes(nbytes)
+        blocks = []
+        for peer in range(world_size):
+            for index, (size, source, count) in enumerate(zip(nbytes, offsets, rows, strict=True)):
+                width = size // count
+                blocks.append(Block(peer, source, index, peer * width, width, count, world_size * width))
+        plan = PullPlan(blocks, rank=rank, world_size=world_size)
+        gathered = sum(nbytes) * world_size
+        return _Layout(tuple(numels), tuple(dtypes), tuple(counts), tuple(offsets), total, gathered, plan)
+
+    def views(self, slot: torch.Tensor) -> list[torch.Tensor]:
+        """The shards' places in a slot ``uint8 [nbytes]``."""
+        sizes = [n * d.itemsize for n, d in zip(self.numels, self.dtypes, strict=True)]
+        return [
+            slot.narrow(0, at, size).view(dtype)
+            for at, size, dtype in zip(self.offsets, sizes, self.dtypes, strict=True)
+        ]
+
+
+class DirectUnshard:
+    """Unshards one param group by direct placement.
+
+    Args:
+        group: the param group.
+        choose: the arena of the coming all-gather, ``None`` without one.
+        memory: where unsharded parameters live.
+        counters: shared statistics.
+        strict: raise instead of taking the plain path.
+    """
+
+    def __init__(
+        self,
+        group: ParamGroup,
+        choose: Callable[[], SymmMemArena | None],
+        memory: UnshardedMemory,
+        *,
+        counters: Counters,
+        strict: bool,
+    ) -> None:
+        self._group = group
+        self._choose = choose
+        self._memory = memory
+        self._counters = counters
+        self._strict = strict
+        self._layouts: dict[tuple[str, bool], _Layout] = {}  # by process group and kind of shards
+        self._place: Place | None = None  # where the unsharded parameters are now
+        self._warned: set[str] = set()
+
+    # --- the unshard ---
+
+    @torch.no_grad()
+    def begin(self, streams: tuple[Any, Any], async_op: bool) -> tuple[Any, dist.Work | None] | None:
+        """Start filling the parameters; see :class:`fsdp_symm.compat_unshard.Unsharder`.
+
+        Raises:
+            SymmMemConfigError: the call is not what was planned, under ``strict``.
+            SymmMemTimeoutError, SymmMemPeerError: a rank did not arrive, died, or issued another call.
+        """
+        arena = self._choose()
+        if arena is None or arena.closed:
+            return self._plain("its process group has no arena")
+        with _on(streams[0]):
+            inputs, dtypes, counts = compat_unshard.gather_inputs(self._group)
+            layout = self._layout(arena, inputs, dtypes, counts)
+            if (reason := arena.why_not("unshard", layout.nbytes)) is not None:
+                return self._plain(reason)
+            if layout.nbytes == 0:
+                return self._plain("it has no bytes")
+            slot, lease = arena.acquire_lease("unshard", layout.nbytes, owner=self._group.label)
+            _copy_in(layout.views(slot), inputs)
+        with _on(streams[1]), self._range(arena, layout):
+            if streams[1] != streams[0] and arena.device.type != "cpu":
+                streams[1].wait_stream(streams[0])
+            targets = self._take(layout, streams[1])
+            work = wire_of(arena).pull(
+                lease,
+                arena.next_epoch(lease),
+                layout.plan,
+                targets,
+                what=f"unshard of {self._group.label!r}, {layout.nbytes} bytes of shards",
+                async_op=async_op,
+            )
+            event = None if arena.device.type == "cpu" else streams[1].record_event()
+        return event, work
+
+    def _layout(
+        self, arena: SymmMemArena, inputs: list[torch.Tensor], dtypes: list[torch.dtype], counts: list[int]
+    ) -> _Layout:
+        key = (arena.group_name, compat_unshard.holds_post_forward_shards(self._group))
+        numels = tuple(t.numel() for t in inputs)
+        layout = self._layouts.get(key)
+        if layout is None or layout.numels != numels or layout.dtypes != tuple(dtypes):
+            per_param = compat_unshard.row_counts(self._group)
+            rows = [r for r, count in zip(per_param, counts, strict=True) for _ in range(count)]
+            layout = self._layouts[key] = _Layout.of(numels, dtypes, counts, rows, arena.group)
+        return layout
+
+    def _take(self, layout: _Layout, stream: Any) -> list[torch.Tensor]:
+        """The unsharded tensors, allocated, and free of readers on ``stream``."""
+        if self._place is None:
+            self._place = self._memory.take(long_lived=not compat_unshard.reshards_after_forward(self._group))
+        self._place.order_after_readers(stream)
+        with self._place.allocating():
+            world_size = layout.plan.world_size
+            return compat_unshard.allocate_outputs(self._group, layout.numels, layout.dtypes, layout.counts, world_size)
+
+    def resharded(self) -> None:
+        """The parameters' storages are free again, once what runs now on the current stream has read them."""
+        place, self._place = self._place, None
+        if place is not None:
+            self._memory.give(place)
+
+    # --- the rest ---
+
+    def _range(self, arena: SymmMemArena, layout: _Layout) -> contextlib.AbstractContextManager[object]:
+        world_size = layout.plan.world_size
+        nbytes, engine = layout.gathered_nbytes, wire_of(arena).pull_engine
+        self._counters.add("all_gather", engine, nbytes * (world_size - 1) // world_size)
+        return compat.annotate(
+            "fsdp_symm::all_gather",
+            module=self._group.label,
+            bytes=nbytes,
+            engine=engine,
+            group=arena.group_name,
+            group_size=world_size,
+            op="",
+        )
+
+    def _plain(self, reason: str) -> None:
+        text = problem(
+            f"unshard of {self._group.label!r} takes the plain path",
+            found=reason,
+            expected="what was planned when set_symm_mem_for_comm was called",
+            fix="call set_symm_mem_for_comm last: after parameters, groups, prefetch lists and buffers are set",
+        )
+        if self._strict:
+            raise SymmMemConfigError(text)
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(text, SymmMemFallbackWarning, stacklevel=3)
+        self._counters.add("all_gather", "plain", 0)
+
+
+def _on(stream: Any) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else contextlib.nullcontext()
+
+
+def _copy_in(views: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    """Cast and copy the shards into their slot: one fused call, or one a tensor where bytes come from the CPU."""
+    if all(t.device == views[0].device for t in inputs):
+        torch._foreach_copy_(views, inputs)
+        return
+    for view, tensor in zip(views, inputs, strict=True):
+        view.copy_(tensor, non_blocking=True)

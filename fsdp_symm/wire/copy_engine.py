@@ -1,0 +1,203 @@
+"""Our own wire between GPUs: peers' bytes are pulled by copy engines, and ranks wait for each other by stream flags.
+
+Protocol of call ``e`` of a lane, all on one stream of each rank and without its host:
+
+1. this rank's slot holds its data; the number ``e`` goes to every peer's *ready* word, by four-byte copies;
+2. the stream waits until every peer's number has reached ``e`` here, then pulls all blocks in one batch of copies;
+3. the number goes to every peer's *done* word: they may use the slot again (:meth:`DeviceSegment.before_reuse`).
+
+Numbers of a lane must reach the peers in order, so a call on another stream than the last one waits for that one. All
+ranks issue the same calls in the same order, so the earliest call that has not ended can always go on: what it waits
+for was enqueued, on every rank, before anything that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fsdp_symm.errors import SymmMemUnavailableError, problem
+from fsdp_symm.memory.arena import Lease
+from fsdp_symm.memory.cuda_driver import Copies
+from fsdp_symm.memory.device import DeviceSegment
+from fsdp_symm.memory.stream_flags import StreamFlags
+from fsdp_symm.plan import LANES, Lane
+from fsdp_symm.wire.pull_reduce import PullReduce
+from fsdp_symm.wire.pulls import Block, PullPlan
+from fsdp_symm.wire.watchdog import Pending, watch
+
+# Pointer arrays kept for calls that come again: layers x slots x places of unsharded parameters.
+_MAX_BATCHES = 4096
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """The copies of one call: the ready signals joined with this rank's own blocks, and the peers' blocks."""
+
+    first: Copies
+    remote: Copies
+
+
+@dataclass
+class _LaneState:
+    """The last call of a lane."""
+
+    stream: int = -1
+    event: torch.cuda.Event | None = None
+
+
+class CopyEngineWire:
+    """Moves the bytes of one arena; see the module's text for the protocol.
+
+    Raises:
+        SymmMemUnavailableError: the segment's peers cannot be addressed.
+    """
+
+    pull_engine = gather_engine = "copy_engine"
+    reduce_scatter_way = "auto"
+
+    def __init__(self, segment: DeviceSegment) -> None:
+        if segment.flags is None or segment.peers is None:
+            raise SymmMemUnavailableError(
+                problem(
+                    f"copy engine: the memory of ranks {list(segment.ranks)} cannot be addressed from here",
+                    found="no peer addresses",
+                    expected="all ranks within reach of each other's GPUs, and NCCL 2.29 or newer",
+                    fix="use all_gather='staged' and reduce_scatter='nccl'",
+                )
+            )
+        self._segment = segment
+        self._flags: StreamFlags = segment.flags
+        self._peers = segment.peers
+        self._lanes = {lane: _LaneState() for lane in LANES}
+        self._batches: dict[object, _Batches] = {}
+        self._side = torch.cuda.Stream(segment.device)  # for calls on the legacy default stream, which takes no batch
+        self._reduce = PullReduce(segment, self._flags, self._peers)
+        self._gathers: dict[int, PullPlan] = {}  # plans of all_gather, by chunk bytes
+
+    # --- the primitive ---
+
+    def pull(
+        self,
+        lease: Lease,
+        epoch: int,
+        plan: PullPlan,
+        targets: Sequence[torch.Tensor],
+        *,
+        what: str,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Publish this rank's slot and fetch the plan's blocks from the peers' slots, ordered by the current stream.
+
+        Args:
+            lease, epoch, plan: as for the host wire.
+            targets: contiguous tensors that the blocks go to. They must live until the current stream has run this.
+            what: the call, for the watchdog.
+            async_op: the host never waits, so it makes no difference.
+
+        Raises:
+            SymmMemError: the targets do not fit the plan.
+            SymmMemPeerError: the arena has failed.
+        """
+        current = torch.cuda.current_stream(self._segment.device)
+        stream = current
+        if current.cuda_stream == 0:
+            stream = self._side
+            stream.wait_stream(current)
+        handle = stream.cuda_stream
+        state = self._enter(lease.role, stream)
+        batches = self._batches_of(plan, lease, targets, what)
+        self._flags.number(lease.role, epoch, handle)
+        self._segment.driver.copy(batches.first, handle)
+        self._flags.wait("ready", lease.role, epoch, handle)
+        self._segment.driver.copy(batches.remote, handle)
+        self._flags.signal("done", lease.role, handle)
+        self._leave(state, stream, lease, epoch, what)
+        if stream is not current:
+            current.wait_stream(stream)
+        return None
+
+    def _enter(self, lane: Lane, stream: torch.cuda.Stream) -> _LaneState:
+        state = self._lanes[lane]
+        if state.event is not None and state.stream != stream.cuda_stream:
+            stream.wait_event(state.event)
+        return state
+
+    def _leave(self, state: _LaneState, stream: torch.cuda.Stream, lease: Lease, epoch: int, what: str) -> None:
+        event = torch.cuda.Event()
+        event.record(stream)
+        state.stream, state.event = stream.cuda_stream, event
+        self._segment.pulled(lease.index, lease.role, epoch, event)
+        watch(Pending(self._segment, lease.role, epoch, what, event))
+
+    def _batches_of(self, plan: PullPlan, lease: Lease, targets: Sequence[torch.Tensor], what: str) -> _Batches:
+        key = (id(plan), lease.offset, *[(t.data_ptr(), t.nbytes) for t in targets])
+        found = self._batches.get(key)
+        if found is not None:
+            return found
+        plan.check_targets([t.nbytes for t in targets], what)
+        addresses = [t.data_ptr() for t in targets]
+        signals = self._flags.signal_copies("ready", lease.role)
+        if len(self._batches) >= _MAX_BATCHES:
+            self._batches.clear()
+        own, remote = (self._copies(blocks, lease, addresses) for blocks in (plan.own, plan.remote))
+        batches = _Batches(Copies([*signals, *own[0]], own[1]), Copies(*remote))
+        self._batches[key] = batches
+        return batches
+
+    def _copies(
+        self, blocks: Sequence[Block], lease: Lease, addresses: list[int]
+    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int, int, int, int]]]:
+        flat, pitched = [], []
+        for block in blocks:
+            target = addresses[block.target] + block.offset
+            source = self._peers[block.peer] + lease.offset + block.source
+            if block.rows == 1:
+                flat.append((target, source, block.nbytes))
+            else:
+                pitched.append((target, source, block.nbytes, block.rows, block.pitch, block.nbytes))
+        return flat, pitched
+
+    # --- FSDP2's collectives ---
+
+    def reduce_engine(self, output: torch.Tensor, op: object) -> str:
+        """Always copy engines."""
+        return "copy_engine"
+
+    def all_gather(
+        self, output: torch.Tensor, lease: Lease, epoch: int, *, module: str, async_op: bool
+    ) -> dist.Work | None:
+        """Fill ``output [W * C]``, the slot's tensor in which this rank's chunk is in place."""
+        world_size, rank = len(self._segment.ranks), self._segment.rank
+        chunk = output.nbytes // world_size
+        plan = self._gathers.get(chunk)
+        if plan is None:
+            blocks = [Block(p, p * chunk, 0, p * chunk, chunk) for p in range(world_size) if p != rank]
+            plan = self._gathers[chunk] = PullPlan(blocks, rank=rank, world_size=world_size)
+        what = f"all_gather of {module!r}, {lease.nbytes} bytes"
+        return self.pull(lease, epoch, plan, [output], what=what, async_op=async_op)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        op: object,
+        lease: Lease,
+        epoch: int,
+        *,
+        module: str,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Reduce every rank's chunk of this rank from ``input_ [W * C]``, the slot's tensor, into ``output [C]``."""
+        current = torch.cuda.current_stream(self._segment.device)
+        state = self._enter(lease.role, current)
+        self._reduce.run(output, input_, op, lease, epoch)
+        what = f"reduce_scatter of {module!r}, {lease.nbytes} bytes"
+        self._leave(state, current, lease, epoch, what)
+        return None
+
+    def close(self) -> None:
+        """Nothing runs beside streams."""

@@ -1,0 +1,115 @@
+"""What one call fetches from its peers: blocks of bytes, from places in their slots to places in local tensors.
+
+All copy-engine collectives are one primitive: every rank publishes its slot, waits for its peers', and *pulls* what it
+needs. A plan of blocks is made once and used by every call of the same shape, so that a wire can keep its pointer
+arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fsdp_symm.errors import SymmMemError, problem
+
+
+@dataclass(frozen=True)
+class Block:
+    """``rows`` rows of ``nbytes`` bytes, packed in the peer's slot.
+
+    Attributes:
+        peer: group rank to fetch from; this rank itself for a local copy, which waits for nobody.
+        source: where the first row starts in the peer's slot of this call, in bytes.
+        target: which of the call's target tensors they go to.
+        offset: where the first row goes in that tensor, in bytes.
+        nbytes: bytes of one row.
+        rows: number of rows.
+        pitch: bytes from the start of one row to the next in the target; the source has no gaps.
+    """
+
+    peer: int
+    source: int
+    target: int
+    offset: int
+    nbytes: int
+    rows: int = 1
+    pitch: int = 0
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes that travel."""
+        return self.nbytes * self.rows
+
+    @property
+    def end(self) -> int:
+        """First byte of the target behind the block."""
+        return self.offset + (self.rows - 1) * self.pitch + self.nbytes
+
+
+def _check(block: Block) -> None:
+    numbers = (block.peer, block.source, block.target, block.offset, block.nbytes)
+    pitched = block.rows == 1 or block.pitch >= block.nbytes
+    if min(numbers) < 0 or block.rows < 1 or not pitched:
+        raise SymmMemError(
+            problem(
+                "PullPlan: a block that cannot be copied",
+                found=block,
+                expected="numbers >= 0, rows >= 1, and pitch >= nbytes where there are several rows",
+                fix="build blocks from the layout of the peer's slot",
+            )
+        )
+
+
+class PullPlan:
+    """The blocks of a call: own ones first, then peers in rotated order so that not all ranks read one peer at once.
+
+    Args:
+        blocks: what to fetch; empty blocks are left out.
+        rank, world_size: this rank's number in the group and the group's size, for the order.
+
+    Attributes:
+        own: blocks from this rank itself.
+        remote: blocks from peers.
+
+    Raises:
+        SymmMemError: a block that cannot be copied, or one from outside the group.
+    """
+
+    def __init__(self, blocks: Iterable[Block], *, rank: int, world_size: int) -> None:
+        wanted = [block for block in blocks if block.packed_nbytes]
+        for block in wanted:
+            _check(block)
+        outside = sorted({b.peer for b in wanted if b.peer >= world_size})
+        if outside:
+            raise SymmMemError(
+                problem(
+                    "PullPlan: blocks from outside the group",
+                    found=f"group ranks {outside}",
+                    expected=f"group ranks below {world_size}",
+                    fix="number peers by their rank in the group",
+                )
+            )
+        self.rank, self.world_size = rank, world_size
+        self.blocks = tuple(sorted(wanted, key=lambda b: (b.peer - rank) % world_size))
+        self.own = tuple(b for b in self.blocks if b.peer == rank)
+        self.remote = tuple(b for b in self.blocks if b.peer != rank)
+        self.by_peer: dict[int, tuple[Block, ...]] = {}
+        for block in self.blocks:
+            self.by_peer[block.peer] = (*self.by_peer.get(block.peer, ()), block)
+
+    def check_targets(self, sizes: list[int], what: str) -> None:
+        """Refuse targets that are missing or too small.
+
+        Raises:
+            SymmMemError: names the first block that has no room.
+        """
+        for block in self.blocks:
+            if block.target >= len(sizes) or block.end > sizes[block.target]:
+                raise SymmMemError(
+                    problem(
+                        f"{what}: a target has no room",
+                        found=f"targets of {sizes} bytes",
+                        expected=f"room for {block}",
+                        fix="pass the tensors that the plan was made for",
+                    )
+                )
