@@ -29,6 +29,9 @@ from fsdp_symm.plan import packed_nbytes, shard_offsets
 from fsdp_symm.wire import wire_of
 from fsdp_symm.wire.pulls import Block, PullPlan
 
+# Views kept for calls that come again: slots x places of the parameters.
+_MAX_VIEWS = 64
+
 
 @dataclass(frozen=True)
 class _Layout:
@@ -36,15 +39,17 @@ class _Layout:
 
     Attributes:
         numels, dtypes, counts: of the all-gather inputs, see :func:`fsdp_symm.compat_unshard.gather_inputs`.
+        rows: for each input, into how many rows of the unsharded tensor a shard is cut.
         offsets: bytes from the slot's start, one an input.
         nbytes: bytes of the slot.
         gathered_nbytes: bytes of all unsharded tensors.
-        plan: the blocks of all ranks, this rank's own included.
+        plan: the blocks of all peers.
     """
 
     numels: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     counts: tuple[int, ...]
+    rows: tuple[int, ...]
     offsets: tuple[int, ...]
     nbytes: int
     gathered_nbytes: int
@@ -54,26 +59,34 @@ class _Layout:
     def of(
         numels: Sequence[int], dtypes: Sequence[torch.dtype], counts: Sequence[int], rows: Sequence[int], group: Any
     ) -> _Layout:
-        """Lay out inputs; ``rows`` says for each into how many rows of the unsharded tensor a shard is cut."""
+        """Lay out inputs for a process group."""
         rank, world_size = group.rank(), group.size()
         nbytes = [n * d.itemsize for n, d in zip(numels, dtypes, strict=True)]
         offsets, total = shard_offsets(nbytes), packed_nbytes(nbytes)
         blocks = []
-        for peer in range(world_size):
+        for peer in (p for p in range(world_size) if p != rank):
             for index, (size, source, count) in enumerate(zip(nbytes, offsets, rows, strict=True)):
                 width = size // count
                 blocks.append(Block(peer, source, index, peer * width, width, count, world_size * width))
         plan = PullPlan(blocks, rank=rank, world_size=world_size)
         gathered = sum(nbytes) * world_size
-        return _Layout(tuple(numels), tuple(dtypes), tuple(counts), tuple(offsets), total, gathered, plan)
+        return _Layout(tuple(numels), tuple(dtypes), tuple(counts), tuple(rows), tuple(offsets), total, gathered, plan)
 
-    def views(self, slot: torch.Tensor) -> list[torch.Tensor]:
-        """The shards' places in a slot ``uint8 [nbytes]``."""
-        sizes = [n * d.itemsize for n, d in zip(self.numels, self.dtypes, strict=True)]
+    def in_slot(self, slot: int, device: torch.device) -> list[torch.Tensor]:
+        """The shards' places in the slot at this address."""
         return [
-            slot.narrow(0, at, size).view(dtype)
-            for at, size, dtype in zip(self.offsets, sizes, self.dtypes, strict=True)
+            compat.wrap_memory(slot + at, n * dtype.itemsize, device)[0].view(dtype)
+            for at, n, dtype in zip(self.offsets, self.numels, self.dtypes, strict=True)
         ]
+
+    def in_place(self, targets: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+        """Where this rank's own shards belong in the unsharded tensors at these addresses: ``[rows, n / rows]``."""
+        rank, world_size = self.plan.rank, self.plan.world_size
+        views = []
+        for target, n, dtype, rows in zip(targets, self.numels, self.dtypes, self.rows, strict=True):
+            whole = compat.wrap_memory(target, n * dtype.itemsize * world_size, device)[0].view(dtype)
+            views.append(whole.view(rows, world_size, n // rows)[:, rank])
+        return views
 
 
 class DirectUnshard:
@@ -104,6 +117,7 @@ class DirectUnshard:
         self._layouts: dict[tuple[str, bool], _Layout] = {}  # by process group and kind of shards
         self._place: Place | None = None  # where the unsharded parameters are now
         self._warned: set[str] = set()
+        self._views: dict[tuple[int, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     # --- the unshard ---
 
@@ -126,11 +140,11 @@ class DirectUnshard:
             if layout.nbytes == 0:
                 return self._plain("it has no bytes")
             slot, lease = arena.acquire_lease("unshard", layout.nbytes, owner=self._group.label)
-            _copy_in(layout.views(slot), inputs)
+            targets = self._take(layout, streams[0])
+            self._copy_in(layout, slot, targets, inputs)
         with _on(streams[1]), self._range(arena, layout):
             if streams[1] != streams[0] and arena.device.type != "cpu":
                 streams[1].wait_stream(streams[0])
-            targets = self._take(layout, streams[1])
             work = wire_of(arena).pull(
                 lease,
                 arena.next_epoch(lease),
@@ -151,6 +165,7 @@ class DirectUnshard:
         if layout is None or layout.numels != numels or layout.dtypes != tuple(dtypes):
             per_param = compat_unshard.row_counts(self._group)
             rows = [r for r, count in zip(per_param, counts, strict=True) for _ in range(count)]
+            self._views.clear()
             layout = self._layouts[key] = _Layout.of(numels, dtypes, counts, rows, arena.group)
         return layout
 
@@ -162,6 +177,28 @@ class DirectUnshard:
         with self._place.allocating():
             world_size = layout.plan.world_size
             return compat_unshard.allocate_outputs(self._group, layout.numels, layout.dtypes, layout.counts, world_size)
+
+    def _copy_in(
+        self, layout: _Layout, slot: torch.Tensor, targets: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> None:
+        """Cast and copy this rank's shards into the slot, for the peers, and to their own place: one fused call."""
+        addresses = [t.data_ptr() for t in targets]
+        key = (id(layout), slot.data_ptr(), *addresses)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):  # neither that mode nor version counters may be in the way later
+                views = (layout.in_slot(slot.data_ptr(), slot.device), layout.in_place(addresses, slot.device))
+            self._views[key] = views
+        shards, own = views
+        if all(t.device == slot.device for t in inputs):
+            cut = [t.view(o.shape) for t, o in zip(inputs, own, strict=True)]
+            torch._foreach_copy_([*shards, *own], [*inputs, *cut])
+            return
+        for shard, place, tensor in zip(shards, own, inputs, strict=True):  # bytes that come from the CPU come once
+            shard.copy_(tensor, non_blocking=True)
+            place.copy_(shard.view(place.shape))
 
     def resharded(self) -> None:
         """The parameters' storages are free again, once what runs now on the current stream has read them."""
@@ -202,12 +239,3 @@ class DirectUnshard:
 
 def _on(stream: Any) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else contextlib.nullcontext()
-
-
-def _copy_in(views: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """Cast and copy the shards into their slot: one fused call, or one a tensor where bytes come from the CPU."""
-    if all(t.device == views[0].device for t in inputs):
-        torch._foreach_copy_(views, inputs)
-        return
-    for view, tensor in zip(views, inputs, strict=True):
-        view.copy_(tensor, non_blocking=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from fsdp_symm.bench import schema, tables
+from fsdp_symm.bench import schema, tables, way_tables
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,38 +21,102 @@ def configure(parser: argparse.ArgumentParser) -> None:
     host.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
     host.add_argument("--max-mib", type=float, default=256, help="largest chunk of a rank in MiB (default 256)")
     host.add_argument("--seconds", type=float, default=1.0, help="timed seconds a line (default 1)")
+    _add_ways(kinds.add_parser("unshard", help="a Llama block's parameters: direct placement, NCCL and copy-out"))
+    reduce = kinds.add_parser("reduce-scatter", help="copy engines and a local sum, NCCL's kernels")
+    _add_ways(reduce)
+    reduce.add_argument("--pieces", default="2,4,8,16,32", help="MiB of a piece, comma-separated (default %(default)s)")
     step = kinds.add_parser("fsdp-step", help="a training step: plain FSDP2, torch's switch, ours, no communication")
     step.add_argument("--csv", type=Path, required=True, metavar="FILE", help="where the rows go")
     step.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
     step.add_argument("--widths", default="2048x4,4096x4", help="WIDTHxBLOCKS, comma-separated (default %(default)s)")
     step.add_argument("--tokens", type=int, default=4096, help="tokens a rank, a multiple of 1024 (default 4096)")
-    step.add_argument("--steps", type=int, default=12, help="timed steps of each variant (default 12)")
+    step.add_argument("--steps", type=int, default=10, help="timed steps of each variant (default 10)")
+    step.add_argument("--profiled-steps", type=int, default=5, help="profiled steps of each variant (default 5)")
     step.add_argument("--traces", type=Path, default=None, metavar="DIR", help="keep a trace of each variant")
     renew = kinds.add_parser("tables", help="renew the README's tables from the CSVs in profiles/")
     renew.add_argument("--root", type=Path, default=Path("."), help="the repository (default: this folder)")
     renew.add_argument("--check", action="store_true", help="change nothing; exit 1 if a table is out of date")
 
 
+def _add_ways(parser: argparse.ArgumentParser) -> None:
+    """What the two benchmarks of ways have in common."""
+    parser.add_argument("--csv", type=Path, required=True, metavar="FILE", help="where the rows go")
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
+    parser.add_argument(
+        "--mib", default="8,32,64,128,256", help="MiB of one rank, comma-separated (default %(default)s)"
+    )
+    parser.add_argument("--traces", type=Path, default=None, metavar="DIR", help="keep the profile of each size")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the chosen benchmark."""
     if args.bench == "tables":
         return tables.renew(args.root, check=args.check)
-    return _run_fsdp_step(args) if args.bench == "fsdp-step" else _run_host(args)
-
-
-def _run_fsdp_step(args: argparse.Namespace) -> int:
-    from fsdp_symm.bench.fsdp_step import StepBench, measure
+    gpu: dict[str, Callable[[argparse.Namespace], tuple[list[dict[str, Any]], list[str]]]] = {
+        "fsdp-step": _fsdp_step,
+        "unshard": _unshard,
+        "reduce-scatter": _reduce_scatter,
+    }
+    if args.bench not in gpu:
+        return _run_host(args)
     from fsdp_symm.errors import SymmMemError
 
     try:
-        bench = StepBench(args.ranks, _step_widths(args), args.tokens, args.steps, args.traces)
-        lines = measure(bench, _command(args))
+        lines, texts = gpu[args.bench](args)
     except (SymmMemError, argparse.ArgumentTypeError) as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"fsdp-symm bench fsdp-step: {error}")
+        # A rank's own words may hold brackets, which are no markup.
+        Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(
+            f"fsdp-symm bench {args.bench}: {error}"
+        )
         return 2
     schema.write_lines(args.csv, lines)
-    Console(soft_wrap=True, highlight=False).print(tables.step_table(lines))
+    Console(soft_wrap=True, highlight=False, markup=False).print("\n\n".join(texts))
     return 0
+
+
+def _fsdp_step(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    widths = _step_widths(args)
+    from fsdp_symm.bench.fsdp_step import StepBench, measure
+
+    bench = StepBench(args.ranks, widths, args.tokens, args.steps, args.traces, args.profiled_steps)
+    lines = measure(bench, _command(args))
+    return lines, [way_tables.step_table(lines)]
+
+
+def _unshard(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    mib = _sizes(args, "mib")
+    from fsdp_symm.bench.unshard import UnshardBench, measure
+
+    lines = measure(UnshardBench(args.ranks, mib, _command(args), args.traces))
+    return lines, [way_tables.unshard_table(lines)]
+
+
+def _reduce_scatter(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    mib, pieces = _sizes(args, "mib"), _sizes(args, "pieces")
+    from fsdp_symm.bench.reduce_scatter import ReduceBench, measure
+
+    lines = measure(ReduceBench(args.ranks, mib, pieces, _command(args), args.traces))
+    return lines, [way_tables.reduce_table(lines), way_tables.pieces_table(lines)]
+
+
+def _sizes(args: argparse.Namespace, option: str) -> tuple[float, ...]:
+    """The numbers of a comma-separated option, in MiB.
+
+    Raises:
+        argparse.ArgumentTypeError: a number that the benchmark cannot use; one line.
+    """
+    if args.ranks < 2:
+        raise argparse.ArgumentTypeError(f"--ranks: found {args.ranks}, expected at least 2, fix: --ranks 2")
+    text = getattr(args, option)
+    items = text.split(",")
+    good = all(re.fullmatch(r"\d+(\.\d+)?", item) and 0.125 <= float(item) <= 4096 for item in items)
+    sizes = tuple(float(item) for item in items) if good else ()
+    # pieces and chunks begin on whole elements, and copy engines like whole 256-byte lines
+    if not sizes or len(set(sizes)) < len(sizes) or any(size * 2**20 % 4096 for size in sizes):
+        raise argparse.ArgumentTypeError(
+            f"--{option}: found {text}, expected different MiB from 0.125 to 4096, of whole 4 KiB, fix: --{option} 8,64"
+        )
+    return sizes
 
 
 def _step_widths(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
@@ -61,7 +127,11 @@ def _step_widths(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
     """
     if args.ranks < 2 or args.steps < 1:
         raise argparse.ArgumentTypeError(
-            f"--ranks {args.ranks} --steps {args.steps}: expected at least 2 ranks, 1 step, fix: --ranks 2 --steps 12"
+            f"--ranks {args.ranks} --steps {args.steps}: expected at least 2 ranks, 1 step, fix: --ranks 2 --steps 10"
+        )
+    if not 1 <= args.profiled_steps <= 50:
+        raise argparse.ArgumentTypeError(
+            f"--profiled-steps: found {args.profiled_steps}, expected 1 to 50, fix: --profiled-steps 5"
         )
     if args.tokens < 1024 or args.tokens % 1024:
         raise argparse.ArgumentTypeError(

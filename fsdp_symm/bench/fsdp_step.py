@@ -1,39 +1,50 @@
 """A training step of a stack of Llama-like blocks: plain FSDP2, torch's own switch, ours, and no communication at all.
 
+Ours comes in three ways: staged all-gathers, direct placement, and direct placement with reduce-scatters by pulls.
+
 All variants live in one process per rank and their steps alternate, so that clocks and neighbours hit them alike.
-Losses of all variants but the floor are compared with plain FSDP2's before anything is timed. Times are a step's wall
-time on the slowest rank; communication figures come from one profiled step of rank 0, judged by ``fsdp_symm.trace``.
+Losses of our variants are compared with plain FSDP2's before anything is timed: digit by digit on two
+ranks, where the order of a sum makes no difference. Times are a step's wall time on the slowest rank, and a variant's
+tax is what its step takes beyond the floor's step of the same round. Communication figures are a step's, from several
+profiled steps of rank 0 (:mod:`fsdp_symm.bench.step_trace`).
 
 Legend: W ranks, D model width, L blocks, T tokens a rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from fsdp_symm import SymmMemHandle, compat, set_symm_mem_for_comm
+from fsdp_symm import SymmMemHandle, compat, compat_unshard, set_symm_mem_for_comm
 from fsdp_symm.bench import schema
-from fsdp_symm.errors import SymmMemError
-from fsdp_symm.trace import inspect_traces
-from fsdp_symm.zero_cta import zero_cta_options
+from fsdp_symm.bench.launch import World, need_gpu, run_ranks, synchronize
+from fsdp_symm.bench.step_trace import StepTrace, judge_trace, read_steps
 
-VARIANTS = ("plain", "native", "symm", "floor")
-TIMEOUT_S = 120.0
+__all__ = ["OURS", "VARIANTS", "StepBench", "judge_trace", "measure", "taxes", "wrong_losses"]
+
+# our variants and the arguments of the switch
+OURS: dict[str, dict[str, Any]] = {
+    "staged": {"all_gather": "staged", "reduce_scatter": "nccl"},
+    "direct": {"all_gather": "direct", "reduce_scatter": "nccl"},
+    "direct+pulls": {"all_gather": "direct", "reduce_scatter": "copy_engine"},
+}
+VARIANTS = ("plain", "native", *OURS, "floor")
+_WARM_STEPS = 3
+_HOST_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -45,7 +56,9 @@ class StepBench:
         widths: (D, L) pairs.
         tokens: T.
         steps: timed steps of each variant.
-        traces: folder for one gzipped trace a variant and width, ``None`` for none.
+        traces: folder for one gzipped trace of one step a variant and width, ``None`` for none.
+        profiled_steps: steps of each variant that are profiled.
+        device_type: ``"cpu"`` runs the same code over gloo and shared memory, to try it; there is no ``native`` then.
     """
 
     ranks: int = 2
@@ -53,6 +66,8 @@ class StepBench:
     tokens: int = 4096
     steps: int = 12
     traces: Path | None = None
+    profiled_steps: int = 5
+    device_type: str = "cuda"
 
 
 class LlamaBlock(nn.Module):
@@ -120,14 +135,14 @@ class _Program:
 def _build(variant: str, width: int, blocks: int, tokens: int, device: torch.device) -> _Program:
     torch.manual_seed(0)
     model: Any = nn.Sequential(*[LlamaBlock(width) for _ in range(blocks)]).to(device)
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for block in model:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     handle = None
-    if variant == "symm":
-        handle = set_symm_mem_for_comm(model)
+    if variant in OURS:
+        handle = set_symm_mem_for_comm(model, strict=True, **OURS[variant])
     for module in model.modules():
         if isinstance(module, FSDPModule) and variant == "native":
             module.set_force_sum_reduction_for_comms(True)
@@ -149,78 +164,101 @@ def _build(variant: str, width: int, blocks: int, tokens: int, device: torch.dev
     return _Program(model, step, handle)
 
 
-def _warm(program: _Program) -> list[float]:
-    """Three steps; notes the peak that the variant adds to what was allocated before it."""
-    losses = [float(program.step()) for _ in range(3)]
-    torch.cuda.synchronize()
-    return losses
+def wrong_losses(losses: Mapping[str, Sequence[float]], world_size: int) -> str | None:
+    """The first loss that differs from plain FSDP2's, or ``None``: ours on two ranks by a digit, others by more."""
+    for variant in (v for v in losses if v not in ("plain", "floor")):
+        for step, (mine, plain) in enumerate(zip(losses[variant], losses["plain"], strict=True)):
+            every_digit = world_size == 2 and variant in OURS
+            if not (mine == plain if every_digit else abs(mine - plain) <= 1e-4 * abs(plain)):
+                limit = "every digit" if every_digit else "within 1e-4"
+                return f"{variant}, step {step}: loss {mine!r} against {plain!r}, expected the same {limit}"
+    return None
 
 
-def _start_all(width: int, blocks: int, tokens: int, device: torch.device) -> dict[str, _Program]:
+def _start_all(world: World, bench: StepBench, width: int, blocks: int) -> tuple[dict[str, _Program], dict[str, Any]]:
+    """Build and warm every variant; also their losses, compared."""
     programs: dict[str, _Program] = {}
     losses: dict[str, list[float]] = {}
     for variant in VARIANTS:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        programs[variant] = _build(variant, width, blocks, tokens, device)
-        losses[variant] = _warm(programs[variant])
-        programs[variant].peak_bytes = torch.cuda.max_memory_allocated() - before
-    for variant in ("native", "symm"):
-        for step, (mine, plain) in enumerate(zip(losses[variant], losses["plain"], strict=True)):
-            if abs(mine - plain) > 1e-4 * abs(plain):
-                raise SymmMemError(f"{variant}, step {step}: loss {mine} against {plain}; nothing was timed")
-    return programs
+        if variant == "native" and not world.on_gpu:
+            continue
+        before = _allocated(world)
+        program = programs[variant] = _build(variant, width, blocks, bench.tokens, world.device)
+        with _deterministic():
+            losses[variant] = [float(program.step()) for _ in range(_WARM_STEPS)]
+        program.peak_bytes = _peak(world) - before
+    world.agree_that(wrong_losses(losses, world.size), f"fsdp-step d{width}")
+    return programs, {variant: "; ".join(map(repr, some)) for variant, some in losses.items()}
 
 
-def _time_all(programs: dict[str, _Program], steps: int) -> dict[str, list[float]]:
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Losses can only be compared digit by digit where attention's backward does not add in random order."""
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property of the module
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _allocated(world: World) -> int:
+    """Bytes allocated now; begins a new peak."""
+    synchronize(world.device)
+    if not world.on_gpu:
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _peak(world: World) -> int:
+    synchronize(world.device)
+    return torch.cuda.max_memory_allocated() if world.on_gpu else 0
+
+
+def _time_all(world: World, programs: dict[str, _Program], steps: int) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {variant: [] for variant in programs}
     for _ in range(steps):
         for variant, program in programs.items():
-            torch.cuda.synchronize()
-            dist.barrier()
-            torch.cuda.synchronize()
+            world.meet()
             start = time.perf_counter()
             program.step()
-            torch.cuda.synchronize()
-            took = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device="cuda")
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            samples[variant].append(float(took) * 1e6)
+            synchronize(world.device)
+            (took,) = world.slowest([(time.perf_counter() - start) * 1e6])
+            samples[variant].append(took)
     return samples
 
 
-def _profile(program: _Program, path: Path) -> dict[str, float | int]:
-    """One profiled step, judged; also written to ``path`` on rank 0."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    dist.barrier()
-    torch.cuda.synchronize()
+def taxes(samples: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    """What each variant's step takes beyond the floor's of the same round: median, extremes, and against native's."""
+    found: dict[str, dict[str, Any]] = {}
+    by_round = {v: [a - b for a, b in zip(some, samples["floor"], strict=True)] for v, some in samples.items()}
+    native = statistics.median(by_round["native"]) if "native" in by_round else 0.0
+    for variant, some in by_round.items():
+        tax = statistics.median(some)
+        found[variant] = {"tax_us": round(tax, 1), "tax_min_us": round(min(some), 1), "tax_max_us": round(max(some), 1)}
+        found[variant]["tax_vs_native"] = round(tax / native, 3) if native > 0 else ""
+    return found
+
+
+def _profile(world: World, program: _Program, steps: int, path: Path) -> StepTrace | None:
+    """Profile some steps into ``path``; judged on rank 0."""
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, kinds.CUDA] if world.on_gpu else [kinds.CPU]
+    world.meet()
+    if world.rank != 0:
+        _steps(program, steps)
+        return None
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
-        program.step()
-        torch.cuda.synchronize()
-    dist.barrier()
-    if dist.get_rank() != 0:
-        return {}
+        _steps(program, steps)
     profiler.export_chrome_trace(str(path))
-    return judge_trace(path)
+    return read_steps(path, steps)
 
 
-def judge_trace(path: Path) -> dict[str, float | int]:
-    """Communication figures of a one-rank trace: microseconds and SM-microseconds of one step."""
-    (rank,) = inspect_traces(path).ranks
-    gathers = [c for c in rank.calls if c.kind == "all_gather"]
-    reduces = [c for c in rank.calls if c.kind == "reduce_scatter"]
-    slowdowns = [g.slowdown for g in rank.gemms if g.slowdown is not None]
-    return {
-        "all_gather_us": round(sum(c.duration_us for c in gathers), 1),
-        "reduce_scatter_us": round(sum(c.duration_us for c in reduces), 1),
-        "sm_us": round(rank.sm_ms * 1e3, 1),
-        "exposed_us": round(rank.exposed_ms * 1e3, 1),
-        "gemm_slowdown": round(statistics.median(slowdowns), 3) if slowdowns else 0.0,
-        "copy_engine_gathers": sum(c.engine == "copy_engine" for c in gathers),
-        "gathers": len(gathers),
-        "symmetric_reduces": sum(c.engine == "symmetric_kernel" for c in reduces),
-        "reduces": len(reduces),
-    }
+def _steps(program: _Program, steps: int) -> None:
+    for _ in range(steps):
+        program.step()
+    synchronize(next(program.model.parameters()).device)
 
 
 class _Timed:
@@ -247,42 +285,79 @@ class _Timed:
         return work
 
 
+class _TimedUnsharder:
+    """The same for direct placement, which stands for the comm *and* for copying shards in and allocating outputs."""
+
+    def __init__(self, inner: compat_unshard.Unsharder, samples_us: list[float]) -> None:
+        self.inner = inner
+        self._samples_us = samples_us
+
+    def begin(self, streams: tuple[Any, Any], async_op: bool) -> tuple[Any, dist.Work | None] | None:
+        """As the inner one's."""
+        start = time.perf_counter()
+        begun = self.inner.begin(streams, async_op)
+        self._samples_us.append((time.perf_counter() - start) * 1e6)
+        return begun
+
+    def resharded(self) -> None:
+        """As the inner one's."""
+        self.inner.resharded()
+
+
 def _host_us(program: _Program) -> dict[str, float]:
-    """Median host microseconds of one collective of each role, over three steps."""
+    """Median host microseconds of one collective of each role."""
     samples: dict[compat.Role, list[float]] = {role: [] for role in compat.ROLES}
-    groups = compat.param_groups(program.model)
-    inner = {(g.label, role): compat.get_comm(g, role) for g in groups for role in compat.ROLES}
-    for group in groups:
+    undo: list[Callable[[], None]] = []
+    for group in compat.param_groups(program.model):
+        direct: Any = getattr(group.native, "fsdp_symm_unsharder", None)
+        if direct is not None:
+            compat_unshard.install(group, _TimedUnsharder(direct, samples["all_gather"]))
+            undo.append(lambda group=group, direct=direct: compat_unshard.install(group, direct))
         for role in compat.ROLES:
-            compat.set_comm(group, role, _Timed(inner[group.label, role], samples[role]))
-    for _ in range(3):
-        program.step()
-    torch.cuda.synchronize()
-    for group in groups:
-        for role in compat.ROLES:
-            compat.set_comm(group, role, inner[group.label, role])
+            comm = compat.get_comm(group, role)
+            compat.set_comm(group, role, _Timed(comm, samples[role]))
+            undo.append(lambda group=group, role=role, comm=comm: compat.set_comm(group, role, comm))
+    _steps(program, _HOST_STEPS)
+    for restore in undo:
+        restore()
     return {f"host_{role}_us": round(statistics.median(values), 1) for role, values in samples.items() if values}
 
 
-def _measure(bench: StepBench, width: int, blocks: int, device: torch.device, command: str) -> list[dict[str, Any]]:
-    programs = _start_all(width, blocks, bench.tokens, device)
-    samples = _time_all(programs, bench.steps)
-    facts = {"versions": schema.gpu_versions(), "hardware": schema.gpu_hardware(), "command": command}
+def _measure(world: World, bench: StepBench, width: int, blocks: int, command: str) -> list[dict[str, Any]]:
+    programs, losses = _start_all(world, bench, width, blocks)
+    samples = _time_all(world, programs, bench.steps)
+    tax, facts = taxes(samples), world.facts(command)
+    hosts = {variant: _host_us(program) for variant, program in programs.items()}
+    traces = _profile_all(world, bench, width, programs)
     lines = []
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = bench.traces or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        for variant, program in programs.items():
-            path = folder / f"fsdp_step_{variant}_w{bench.ranks}_d{width}.json.gz"
-            line: dict[str, Any] = {"name": f"fsdp_step_d{width}_l{blocks}", "variant": variant, "ranks": bench.ranks}
-            line |= {"bytes": _block_bytes(width) // bench.ranks, "dtype": "bfloat16/float32"}
-            line |= schema.summarize(samples[variant]) | facts | _host_us(program) | _profile(program, path)
-            line |= {"peak_bytes": program.peak_bytes, "symmetric_bytes": program.symmetric_bytes}
-            lines.append(line)
+    for variant, program in programs.items():
+        line: dict[str, Any] = {"name": f"fsdp_step_d{width}_l{blocks}", "variant": variant, "ranks": world.size}
+        line |= {"bytes": _block_bytes(width) // world.size, "dtype": "bfloat16/float32"}
+        line |= schema.summarize(samples[variant]) | facts | tax[variant] | hosts[variant]
+        if traces:
+            line |= traces[variant].figures | traces[variant].against(traces["floor"])
+        line |= {"peak_bytes": program.peak_bytes, "symmetric_bytes": program.symmetric_bytes}
+        lines.append(line | {"losses": losses[variant]})
+        world.say(f"{line['name']} {variant}: {line['median_us'] / 1e3:.1f} ms, losses {losses[variant]}")
+    world.meet()
     for program in programs.values():
         if program.handle is not None:
             program.handle.close()
     return lines
+
+
+def _profile_all(world: World, bench: StepBench, width: int, programs: dict[str, _Program]) -> dict[str, StepTrace]:
+    """Rank 0's judged traces; one step more of each is kept where traces are wanted. Nothing on the other ranks."""
+    found: dict[str, StepTrace] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for variant, program in programs.items():
+            trace = _profile(world, program, bench.profiled_steps, Path(scratch) / "trace.json.gz")
+            if trace is not None:
+                found[variant] = trace
+            if bench.traces is not None:
+                bench.traces.mkdir(parents=True, exist_ok=True)
+                _profile(world, program, 1, bench.traces / f"fsdp_step_{variant}_w{world.size}_d{width}.json.gz")
+    return found
 
 
 def _block_bytes(width: int) -> int:
@@ -290,38 +365,26 @@ def _block_bytes(width: int) -> int:
     return 2 * (4 * width * width + 3 * width * hidden + 2 * width)
 
 
-def _rank_main(rank: int, bench: StepBench, folder: str, command: str) -> None:
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+def measure_ranks(world: World, argument: tuple[StepBench, str]) -> list[dict[str, Any]]:
+    """What every rank does."""
+    bench, command = argument
     torch.backends.cuda.enable_cudnn_sdp(False)  # flash attention everywhere: the same kernel for every cuDNN
-    dist.init_process_group(
-        "nccl",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=bench.ranks,
-        pg_options=zero_cta_options(),
-        device_id=device,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
     lines: list[dict[str, Any]] = []
     for width, blocks in bench.widths:
-        lines += _measure(bench, width, blocks, device, command)
-        torch.cuda.empty_cache()
-    if rank == 0:
-        torch.save(lines, f"{folder}/lines")
-    dist.barrier()
-    torch.cuda.synchronize()
-    dist.destroy_process_group()
+        lines += _measure(world, bench, width, blocks, command)
+        if world.on_gpu:
+            torch.cuda.empty_cache()
+    return lines
 
 
 def measure(bench: StepBench, command: str) -> list[dict[str, Any]]:
     """Start the ranks, measure, and return one line a width and variant, as :func:`schema.write_lines` takes them.
 
     Raises:
-        SymmMemError: no GPU.
+        SymmMemError: no GPU, losses that differ, or a rank that failed.
     """
-    if not torch.cuda.is_available():
-        raise SymmMemError("bench fsdp-step: found no GPU, expected one or more, fix: run it on a CUDA machine")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, (bench, folder, command), nprocs=bench.ranks)  # type: ignore[attr-defined]
-        return torch.load(f"{folder}/lines", weights_only=False)
+    if bench.device_type == "cuda":
+        need_gpu("fsdp-step")
+    return run_ranks(
+        measure_ranks, (bench, command), ranks=bench.ranks, device_type=bench.device_type, what="bench fsdp-step"
+    )

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -94,6 +96,8 @@ class DeviceSegment:
         if self.peers is not None:
             self.flags = StreamFlags(self.driver, [p + self._control_at for p in self.peers], self.rank)
         self.notices = self._notice_board(num_slots)
+        self._mirror = torch.empty(control_nbytes(len(self.ranks)) // 4, dtype=torch.int32, pin_memory=True)
+        self._mirror_stream = torch.cuda.Stream(device)
 
     # --- what subclasses do ---
 
@@ -139,18 +143,29 @@ class DeviceSegment:
         offset = tensor.data_ptr() - self._pointer
         return offset if 0 <= offset < self._data_bytes else None
 
-    def control_words(self) -> torch.Tensor:
-        """This rank's flags, ``int32``, as the device holds them now."""
-        return compat.wrap_memory(self._pointer + self._control_at, self.nbytes - self._control_at, self.device)[
-            0
-        ].view(torch.int32)
+    def read_flags(self, patience_s: float) -> torch.Tensor | None:
+        """This rank's flags as the device holds them now, ``int32``; ``None`` if it does not answer.
+
+        For a watchdog, while streams are stuck: on a stream of its own, into memory pinned beforehand, since a new
+        allocation could wait for the device.
+        """
+        control = compat.wrap_memory(self._pointer + self._control_at, self.nbytes - self._control_at, self.device)[0]
+        with torch.cuda.stream(self._mirror_stream):
+            self._mirror.copy_(control.view(torch.int32), non_blocking=True)
+            event = self._mirror_stream.record_event()
+        deadline = time.monotonic() + patience_s
+        while not event.query():
+            if time.monotonic() > deadline:
+                return None
+            threading.Event().wait(0.01)
+        return self._mirror
 
     # --- order ---
 
     def acquired(self, index: int) -> None:
         """Note the stream on which a slot's next use begins."""
         use = self._uses.get(index)
-        stream = torch.cuda.current_stream(self.device)
+        stream = compat.current_stream(self.device)
         if use is None:
             self._uses[index] = _LastUse(stream, event=torch.cuda.Event())
         else:
@@ -160,7 +175,7 @@ class DeviceSegment:
         """Note the end of one of NCCL's collectives on the current stream."""
         use = self._uses[index]
         if use.event is not None:
-            use.event.record(torch.cuda.current_stream(self.device))
+            use.event.record(compat.current_stream(self.device))
             use.after = use.event
 
     def pulled(self, index: int, lane: Lane, epoch: int, after: torch.cuda.Event) -> None:
@@ -179,7 +194,7 @@ class DeviceSegment:
         use = self._uses.get(last.index)
         if use is None:
             return
-        current = torch.cuda.current_stream(self.device)
+        current = compat.current_stream(self.device)
         if use.after is not None:
             current.wait_event(use.after)
         if use.pulled is not None and self.flags is not None:

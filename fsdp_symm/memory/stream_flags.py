@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
+
 from fsdp_symm.memory.cuda_driver import Copies, CudaDriver, MemOps
 from fsdp_symm.plan import LANES, Lane
 
@@ -50,7 +52,9 @@ class StreamFlags:
             for lane in LANES
         }
         self._numbers = {lane: MemOps(writes=[self._source(lane)]) for lane in LANES}
-        self._signals = {(kind, lane): Copies(self.signal_copies(kind, lane)) for kind in KINDS for lane in LANES}
+        self._signals = {(kind, lane): Copies(self._signal_copies(kind, lane)) for kind in KINDS for lane in LANES}
+        self._graphs: dict[tuple[Kind, Lane], int] = {}
+        self._building = torch.cuda.Stream()
 
     def index(self, kind: Kind, lane: Lane, peer: int) -> int:
         """Number of the word, in the owner's control block, that ``peer`` writes."""
@@ -63,8 +67,7 @@ class StreamFlags:
         words = len(KINDS) * len(LANES) * self._world_size + LANES.index(lane)
         return self._controls[self._rank] + _WORD_BYTES * words
 
-    def signal_copies(self, kind: Kind, lane: Lane) -> list[tuple[int, int, int]]:
-        """The copies that tell every peer the lane's number, to be joined with others in one call."""
+    def _signal_copies(self, kind: Kind, lane: Lane) -> list[tuple[int, int, int]]:
         return [(self._word(p, kind, lane, self._rank), self._source(lane), _WORD_BYTES) for p in self._peers]
 
     def number(self, lane: Lane, epoch: int, stream: int) -> None:
@@ -73,9 +76,21 @@ class StreamFlags:
         ops.set(epoch)
         self._driver.mem_ops(ops, stream)
 
-    def signal(self, kind: Kind, lane: Lane, stream: int) -> None:
-        """Tell every peer the lane's number."""
-        self._driver.copy(self._signals[kind, lane], stream)
+    def signal(self, kind: Kind, lane: Lane, stream: int, *, replay: bool = True) -> None:
+        """Tell every peer the lane's number.
+
+        Args:
+            replay: as a graph, which is cheaper for the host; ``False`` inside a capture.
+        """
+        if not replay:
+            self._driver.copy(self._signals[kind, lane], stream, capturing=not replay)
+            return
+        graph = self._graphs.get((kind, lane))
+        if graph is None:
+            building = self._building.cuda_stream
+            graph = self._driver.capture(building, lambda: self.signal(kind, lane, building, replay=False))
+            self._graphs[kind, lane] = graph
+        self._driver.launch(graph, stream)
 
     def wait(self, kind: Kind, lane: Lane, epoch: int, stream: int) -> None:
         """Hold the stream until every peer has signalled ``epoch`` or a later call."""

@@ -3,7 +3,7 @@
 Protocol of call ``e`` of a lane, all on one stream of each rank and without its host:
 
 1. this rank's slot holds its data; the number ``e`` goes to every peer's *ready* word, by four-byte copies;
-2. the stream waits until every peer's number has reached ``e`` here, then pulls all blocks in one batch of copies;
+2. the stream waits until every peer's number has reached ``e`` here, then pulls all blocks, as one replayed graph;
 3. the number goes to every peer's *done* word: they may use the slot again (:meth:`DeviceSegment.before_reuse`).
 
 Numbers of a lane must reach the peers in order, so a call on another stream than the last one waits for that one. All
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemUnavailableError, problem
 from fsdp_symm.memory.arena import Lease
 from fsdp_symm.memory.cuda_driver import Copies
@@ -27,18 +28,8 @@ from fsdp_symm.memory.stream_flags import StreamFlags
 from fsdp_symm.plan import LANES, Lane
 from fsdp_symm.wire.pull_reduce import PullReduce
 from fsdp_symm.wire.pulls import Block, PullPlan
+from fsdp_symm.wire.replays import Replays
 from fsdp_symm.wire.watchdog import Pending, watch
-
-# Pointer arrays kept for calls that come again: layers x slots x places of unsharded parameters.
-_MAX_BATCHES = 4096
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """The copies of one call: the ready signals joined with this rank's own blocks, and the peers' blocks."""
-
-    first: Copies
-    remote: Copies
 
 
 @dataclass
@@ -73,10 +64,11 @@ class CopyEngineWire:
         self._flags: StreamFlags = segment.flags
         self._peers = segment.peers
         self._lanes = {lane: _LaneState() for lane in LANES}
-        self._batches: dict[object, _Batches] = {}
+        self._replays = Replays(segment.driver, segment.device)
         self._side = torch.cuda.Stream(segment.device)  # for calls on the legacy default stream, which takes no batch
-        self._reduce = PullReduce(segment, self._flags, self._peers)
+        self._reduce = PullReduce(segment, self._flags, self._peers, self._replays)
         self._gathers: dict[int, PullPlan] = {}  # plans of all_gather, by chunk bytes
+        self._kept: dict[int, PullPlan] = {}  # plans whose ids are in keys
 
     # --- the primitive ---
 
@@ -102,23 +94,29 @@ class CopyEngineWire:
             SymmMemError: the targets do not fit the plan.
             SymmMemPeerError: the arena has failed.
         """
-        current = torch.cuda.current_stream(self._segment.device)
-        stream = current
-        if current.cuda_stream == 0:
-            stream = self._side
-            stream.wait_stream(current)
+        current = compat.current_stream(self._segment.device)
+        stream = self._off_default(current)
         handle = stream.cuda_stream
         state = self._enter(lease.role, stream)
-        batches = self._batches_of(plan, lease, targets, what)
         self._flags.number(lease.role, epoch, handle)
-        self._segment.driver.copy(batches.first, handle)
+        self._flags.signal("ready", lease.role, handle)
         self._flags.wait("ready", lease.role, epoch, handle)
-        self._segment.driver.copy(batches.remote, handle)
-        self._flags.signal("done", lease.role, handle)
+        places = [(t.data_ptr(), t.nbytes) for t in targets]
+        self._kept[id(plan)] = plan
+        self._replays.run(
+            (id(plan), lease.role, lease.offset, *places), lambda s: self._fetch(plan, lease, places, what, s), stream
+        )
         self._leave(state, stream, lease, epoch, what)
         if stream is not current:
             current.wait_stream(stream)
         return None
+
+    def _off_default(self, current: torch.cuda.Stream) -> torch.cuda.Stream:
+        """The current stream, or one forked from it where that is the legacy default stream: it takes no graphs."""
+        if current.cuda_stream != 0:
+            return current
+        self._side.wait_stream(current)
+        return self._side
 
     def _enter(self, lane: Lane, stream: torch.cuda.Stream) -> _LaneState:
         state = self._lanes[lane]
@@ -133,33 +131,21 @@ class CopyEngineWire:
         self._segment.pulled(lease.index, lease.role, epoch, event)
         watch(Pending(self._segment, lease.role, epoch, what, event))
 
-    def _batches_of(self, plan: PullPlan, lease: Lease, targets: Sequence[torch.Tensor], what: str) -> _Batches:
-        key = (id(plan), lease.offset, *[(t.data_ptr(), t.nbytes) for t in targets])
-        found = self._batches.get(key)
-        if found is not None:
-            return found
-        plan.check_targets([t.nbytes for t in targets], what)
-        addresses = [t.data_ptr() for t in targets]
-        signals = self._flags.signal_copies("ready", lease.role)
-        if len(self._batches) >= _MAX_BATCHES:
-            self._batches.clear()
-        own, remote = (self._copies(blocks, lease, addresses) for blocks in (plan.own, plan.remote))
-        batches = _Batches(Copies([*signals, *own[0]], own[1]), Copies(*remote))
-        self._batches[key] = batches
-        return batches
-
-    def _copies(
-        self, blocks: Sequence[Block], lease: Lease, addresses: list[int]
-    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int, int, int, int]]]:
+    def _fetch(
+        self, plan: PullPlan, lease: Lease, places: list[tuple[int, int]], what: str, stream: torch.cuda.Stream
+    ) -> None:
+        """Copy all blocks to ``places`` (address and bytes of each target), then tell the peers."""
+        plan.check_targets([nbytes for _, nbytes in places], what)
         flat, pitched = [], []
-        for block in blocks:
-            target = addresses[block.target] + block.offset
+        for block in plan.blocks:
+            target = places[block.target][0] + block.offset
             source = self._peers[block.peer] + lease.offset + block.source
             if block.rows == 1:
                 flat.append((target, source, block.nbytes))
             else:
                 pitched.append((target, source, block.nbytes, block.rows, block.pitch, block.nbytes))
-        return flat, pitched
+        self._segment.driver.copy(Copies(flat, pitched), stream.cuda_stream, capturing=stream is self._replays.building)
+        self._flags.signal("done", lease.role, stream.cuda_stream, replay=stream is not self._replays.building)
 
     # --- FSDP2's collectives ---
 
@@ -192,12 +178,16 @@ class CopyEngineWire:
         async_op: bool,
     ) -> dist.Work | None:
         """Reduce every rank's chunk of this rank from ``input_ [W * C]``, the slot's tensor, into ``output [C]``."""
-        current = torch.cuda.current_stream(self._segment.device)
-        state = self._enter(lease.role, current)
-        self._reduce.run(output, input_, op, lease, epoch)
+        current = compat.current_stream(self._segment.device)
+        stream = self._off_default(current)
+        state = self._enter(lease.role, stream)
+        self._reduce.run(output, input_, op, lease, epoch, stream)
         what = f"reduce_scatter of {module!r}, {lease.nbytes} bytes"
-        self._leave(state, current, lease, epoch, what)
+        self._leave(state, stream, lease, epoch, what)
+        if stream is not current:
+            current.wait_stream(stream)
         return None
 
     def close(self) -> None:
-        """Nothing runs beside streams."""
+        """Free what is kept for calls that come again, once they have ended."""
+        self._replays.close()

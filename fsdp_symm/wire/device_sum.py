@@ -3,8 +3,13 @@
 Legend: W ranks, P elements of a piece.
 """
 
+# pyright: reportArgumentType=false
+# (triton's stubs know no constexpr where a dtype is wanted)
+
 from __future__ import annotations
 
+import struct
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,23 +23,36 @@ from fsdp_symm.wire.reduce import accumulation_dtype, op_name
 _BLOCK = 4096
 _WARPS = 8
 _Op = compat.ReduceOpKind
-_TL_DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+_TL_DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
 
 
 @triton.jit
 def _sum_kernel(
-    output,  # noqa: ANN001 - a pointer, as are the next two
-    own,  # noqa: ANN001
-    rows,  # noqa: ANN001
-    numel,  # noqa: ANN001
-    row_stride,  # noqa: ANN001
-    scale,  # noqa: ANN001
+    output_word,  # noqa: ANN001 - int64 [1], the address of the whole output
+    own_address,  # noqa: ANN001 - of this rank's piece
+    rows_address,  # noqa: ANN001 - of the peers' pieces, [W - 1, P]
+    first,  # noqa: ANN001 - element of the output at which the piece starts
+    numel,  # noqa: ANN001 - P
+    SCALE_BITS: tl.constexpr,  # of a double: a float argument would be rounded to fp32
     RANK: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     DIVIDE: tl.constexpr,
+    DTYPE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    address = tl.load(output_word)
+    if ALIGNED:  # lets the compiler use 16-byte accesses
+        address = tl.multiple_of(address, 16)
+    output = address.to(tl.pointer_type(DTYPE)) + first
+    own = own_address.to(tl.pointer_type(DTYPE))
+    rows = rows_address.to(tl.pointer_type(DTYPE))
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numel
     total = tl.zeros((BLOCK,), dtype=ACCUMULATE)
@@ -42,62 +60,91 @@ def _sum_kernel(
         if rank == RANK:
             value = tl.load(own + at, mask=mask)
         elif rank < RANK:
-            value = tl.load(rows + rank * row_stride + at, mask=mask)
+            value = tl.load(rows + rank * numel + at, mask=mask)
         else:
-            value = tl.load(rows + (rank - 1) * row_stride + at, mask=mask)
+            value = tl.load(rows + (rank - 1) * numel + at, mask=mask)
         total = value.to(ACCUMULATE) if rank == 0 else total + value.to(ACCUMULATE)
-    if DIVIDE:
-        total = tl.div_rn(total, scale.to(ACCUMULATE)) if tl.float32 == ACCUMULATE else total / scale.to(ACCUMULATE)
+    scale = tl.full((1,), SCALE_BITS, tl.int64).to(tl.float64, bitcast=True).to(ACCUMULATE)
+    if not DIVIDE:
+        total = total * scale
+    elif ACCUMULATE == tl.float32:  # noqa: SIM300 - triton compares the other way round too, but reads worse
+        total = tl.div_rn(total, scale)
     else:
-        total = total * scale.to(ACCUMULATE)
-    tl.store(output + at, total.to(output.dtype.element_ty), mask=mask)
+        total = total / scale
+    tl.store(output + at, total.to(DTYPE), mask=mask)
 
 
 def summable(op: Any, dtype: torch.dtype) -> bool:
-    """Whether :func:`sum_pieces` knows the op and the dtype."""
+    """Whether :class:`PieceSum` knows the op and the dtype."""
     kind = op.op if hasattr(op, "op") else op
-    return kind in (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM) and accumulation_dtype(dtype) in _TL_DTYPES
+    return kind in (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM) and dtype in _TL_DTYPES
 
 
-def sum_pieces(output: torch.Tensor, own: torch.Tensor, rows: torch.Tensor, rank: int, op: Any) -> None:
-    """``output = scale * (x_0 + ... + x_(W-1))`` with ``x_rank = own`` and the others from ``rows`` in rank order.
+@dataclass(frozen=True)
+class PieceSum:
+    """``scale * (x_0 + ... + x_(W-1))``, or the sum divided by W where W is no power of two.
 
-    Args:
-        output, own: ``[P]``, contiguous.
-        rows: ``[W - 1, P]``, contiguous, of the same dtype.
-        rank: this rank's number in the group.
-        op: SUM, AVG or PREMUL_SUM.
-
-    Raises:
-        SymmMemError: another op or dtype.
+    Attributes:
+        dtype: of pieces and output.
+        rank, world_size: where this rank's own piece stands in the order.
+        scale: factor or divisor.
+        divide: whether to divide.
     """
-    if not summable(op, output.dtype):
-        raise SymmMemError(
-            problem(
-                "reduce-scatter by copy engines: this cannot be summed",
-                found=f"{op_name(op)} of {output.dtype}",
-                expected="SUM, AVG or PREMUL_SUM of a floating dtype",
-                fix="use reduce_scatter='nccl'",
+
+    dtype: torch.dtype
+    rank: int
+    world_size: int
+    scale: float
+    divide: bool
+
+    @staticmethod
+    def of(op: Any, dtype: torch.dtype, rank: int, world_size: int) -> PieceSum:
+        """The arithmetic of a reduce op.
+
+        Raises:
+            SymmMemError: another op than SUM, AVG and PREMUL_SUM, or not a floating dtype.
+        """
+        if not summable(op, dtype):
+            raise SymmMemError(
+                problem(
+                    "reduce-scatter by copy engines: this cannot be summed",
+                    found=f"{op_name(op)} of {dtype}",
+                    expected="SUM, AVG or PREMUL_SUM of a floating dtype",
+                    fix="use reduce_scatter='nccl'",
+                )
             )
+        kind = op.op if hasattr(op, "op") else op
+        if kind == _Op.AVG:
+            # Dividing by a power of two is multiplying by its inverse, bit for bit, and much cheaper.
+            divide = world_size & (world_size - 1) != 0
+            return PieceSum(dtype, rank, world_size, float(world_size) if divide else 1.0 / world_size, divide)
+        factor = compat.premul_factor(op)
+        return PieceSum(dtype, rank, world_size, 1.0 if factor is None else factor, False)
+
+    def launch(self, output_word: torch.Tensor, own: int, rows: int, start: int, nbytes: int, aligned: bool) -> None:
+        """Sum one piece on the current stream.
+
+        Args:
+            output_word: int64 ``[1]`` that holds the address of the whole output.
+            own, rows: addresses of this rank's piece ``[P]`` and of the peers' ``[W - 1, P]`` in rank order.
+            start, nbytes: the piece's place in the output.
+            aligned: whether the output starts on 16 bytes.
+        """
+        width = self.dtype.itemsize
+        numel = nbytes // width
+        _sum_kernel[(triton.cdiv(numel, _BLOCK),)](
+            output_word,
+            own,
+            rows,
+            start // width,
+            numel,
+            SCALE_BITS=struct.unpack("<q", struct.pack("<d", self.scale))[0],
+            RANK=self.rank,
+            WORLD_SIZE=self.world_size,
+            DIVIDE=self.divide,
+            DTYPE=_TL_DTYPES[self.dtype],
+            ACCUMULATE=_TL_DTYPES[accumulation_dtype(self.dtype)],
+            ALIGNED=aligned,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,  # type: ignore[call-arg]  # a launch option of triton, not of the kernel
         )
-    world_size, numel = rows.size(0) + 1, output.numel()
-    kind = op.op if hasattr(op, "op") else op
-    factor = compat.premul_factor(op)
-    # Dividing by a power of two is multiplying by its inverse, bit for bit, and much cheaper.
-    exact = kind == _Op.AVG and world_size & (world_size - 1) == 0
-    divide = kind == _Op.AVG and not exact
-    scale = 1.0 / world_size if exact else float(world_size) if divide else 1.0 if factor is None else factor
-    _sum_kernel[(triton.cdiv(numel, _BLOCK),)](
-        output,
-        own,
-        rows,
-        numel,
-        rows.stride(0),
-        scale,
-        RANK=rank,
-        WORLD_SIZE=world_size,
-        DIVIDE=divide,
-        ACCUMULATE=_TL_DTYPES[accumulation_dtype(output.dtype)],
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,  # type: ignore[call-arg]  # a launch option of triton, not of the kernel
-    )

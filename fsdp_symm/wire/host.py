@@ -289,9 +289,8 @@ class HostWire:
 
     def _pull(self, plan: PullPlan, targets: Sequence[torch.Tensor], lease: Lease, epoch: int, what: str) -> None:
         signature = self._arrive(lease, epoch, what)
-        for peer in (self._segment.rank, *self._peers()):
-            if peer != self._segment.rank:
-                self._meet(peer, lease, epoch, what, signature)
+        for peer in self._peers():
+            self._meet(peer, lease, epoch, what, signature)
             for block in plan.by_peer.get(peer, ()):
                 source = self._segment.data(peer, lease.offset + block.source, block.packed_nbytes)
                 _copy_block(targets[block.target], source, block)

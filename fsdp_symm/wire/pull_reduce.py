@@ -1,8 +1,11 @@
 """Reduce-scatter by copy engines: peers' chunks are pulled in pieces and summed locally, in rank order.
 
-Pulls run on a stream of their own into two staging buffers; the sum of one piece runs while the next one is pulled. The
-sum is the same for every piece size and on every run: ``x_0 + x_1 + ... + x_(W-1)`` by rank, in fp32 (fp64 for fp64),
-scaled and rounded once at the end, exactly as :func:`fsdp_symm.wire.reduce.reduce_chunks` does on CPU ranks.
+Pulls run on a stream forked off the caller's into two staging buffers; the sum of one piece runs while the next one is
+pulled. The sum is the same for every piece size and on every run: ``x_0 + x_1 + ... + x_(W-1)`` by rank, in fp32 (fp64
+for fp64), scaled and rounded once at the end, exactly as :func:`fsdp_symm.wire.reduce.reduce_chunks` does on CPU ranks.
+
+All of it is one replayed graph. Only the output's address changes from call to call, since it becomes the parameters'
+gradients; the kernels read it from a word that the stream writes first.
 
 Legend: W ranks, C elements of a rank's chunk, P elements of a piece.
 """
@@ -10,108 +13,119 @@ Legend: W ranks, C elements of a rank's chunk, P elements of a piece.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fsdp_symm.memory.arena import Lease
-from fsdp_symm.memory.cuda_driver import Copies
+from fsdp_symm.memory.cuda_driver import Copies, MemOps
 from fsdp_symm.memory.device import DeviceSegment
 from fsdp_symm.memory.stream_flags import StreamFlags
-from fsdp_symm.wire.device_sum import sum_pieces
+from fsdp_symm.plan import Lane
+from fsdp_symm.wire.device_sum import PieceSum
+from fsdp_symm.wire.replays import Replays
 
-# Bytes of one rank's piece: large enough to keep a copy engine busy, small enough that the first sum starts early.
-# Measured in profiles/reduce_scatter.csv.
-PIECE_BYTES = 8 << 20
+# Bytes of one rank's piece: large enough to keep a copy engine busy, small enough to be summed out of the L2 cache and
+# for the first sum to start early. Measured in profiles/reduce_scatter_w2.csv and _w4.csv.
+PIECE_BYTES = 4 << 20
 _BUFFERS = 2
 
 
-@dataclass
-class _Staging:
-    """One staging buffer ``[W - 1, P]``, rows by rank without the own one, and the events that guard it."""
+@dataclass(frozen=True)
+class _Job:
+    """All that a graph depends on.
 
-    memory: torch.Tensor
-    filled: torch.cuda.Event
-    summed: torch.cuda.Event
-    used: bool = False
+    Attributes:
+        input: address of this rank's slot tensor ``[W * C]``.
+        slot: where the slot lies in every rank's memory.
+        chunk_bytes, piece_bytes: of one rank.
+        arithmetic: of the sum.
+        aligned: whether the output starts on 16 bytes.
+        buffers: addresses of the staging buffers; rows by rank without the own one.
+    """
+
+    input: int
+    slot: int
+    chunk_bytes: int
+    piece_bytes: int
+    arithmetic: PieceSum
+    aligned: bool
+    buffers: tuple[int, ...]
 
 
 class PullReduce:
     """Runs the reduce-scatters of one arena."""
 
-    def __init__(self, segment: DeviceSegment, flags: StreamFlags, peers: tuple[int, ...]) -> None:
+    def __init__(self, segment: DeviceSegment, flags: StreamFlags, peers: tuple[int, ...], replays: Replays) -> None:
         self._segment = segment
         self._flags = flags
         self._peers = peers
+        self._replays = replays
         self._pulls = torch.cuda.Stream(segment.device)
-        self._published = torch.cuda.Event()
-        self._staging: list[_Staging] = []
-        self._copies: dict[tuple[int, int, int], list[Copies]] = {}
+        self._output = torch.zeros(1, dtype=torch.int64, device=segment.device)  # where the kernels write
+        self._output_word = MemOps(pointer=self._output.data_ptr())
+        self._staging: list[torch.Tensor] = []
 
-    def run(self, output: torch.Tensor, input_: torch.Tensor, op: object, lease: Lease, epoch: int) -> None:
-        """Reduce into ``output [C]`` from every rank's slot ``[W * C]``, ordered by the current stream."""
-        segment, lane = self._segment, lease.role
-        current, pulls = torch.cuda.current_stream(segment.device), self._pulls
-        numel, width = output.numel(), output.element_size()
-        pieces = self._pieces(numel * width)
-        copies = self._copies_of(lease, numel * width, pieces)
-        self._published.record(current)
-        pulls.wait_event(self._published)
-        self._flags.number(lane, epoch, pulls.cuda_stream)
-        self._flags.signal("ready", lane, pulls.cuda_stream)
-        self._flags.wait("ready", lane, epoch, pulls.cuda_stream)
-        own = input_.view(-1).narrow(0, segment.rank * numel, numel)
-        for index, ((start, nbytes), batch) in enumerate(zip(pieces, copies, strict=True)):
-            staging = self._staging[index % _BUFFERS]
-            if staging.used:
-                pulls.wait_event(staging.summed)
-            segment.driver.copy(batch, pulls.cuda_stream)
-            staging.filled.record(pulls)
-            current.wait_event(staging.filled)
-            at, count = start // width, nbytes // width
-            rows = staging.memory.view(-1)[: (len(self._peers) - 1) * nbytes].view(output.dtype).view(-1, count)
-            sum_pieces(output.view(-1).narrow(0, at, count), own.narrow(0, at, count), rows, segment.rank, op)
-            staging.summed.record(current)
-            staging.used = True
-        self._flags.signal("done", lane, pulls.cuda_stream)
+    def run(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        op: object,
+        lease: Lease,
+        epoch: int,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Reduce into ``output [C]`` from every rank's slot ``[W * C]``, ordered by ``stream``."""
+        lane, handle = lease.role, stream.cuda_stream
+        piece_bytes = min(output.nbytes, PIECE_BYTES)
+        buffers = self._buffers_for(piece_bytes)
+        self._flags.number(lane, epoch, handle)
+        self._output_word.set(0, output.data_ptr())
+        self._segment.driver.mem_ops(self._output_word, handle)
+        self._flags.signal("ready", lane, handle)
+        self._flags.wait("ready", lane, epoch, handle)
+        arithmetic = PieceSum.of(op, output.dtype, self._segment.rank, len(self._peers))
+        aligned = output.data_ptr() % 16 == 0
+        job = _Job(input_.data_ptr(), lease.offset, output.nbytes, piece_bytes, arithmetic, aligned, buffers)
+        self._replays.run((lane, job), lambda s: self._pull_and_sum(job, lane, s), stream)
 
-    def _pieces(self, chunk_bytes: int) -> list[tuple[int, int]]:
-        """(start, bytes) of each piece of a chunk; allocates staging for the largest so far."""
-        self._ensure_staging(min(chunk_bytes, PIECE_BYTES))
-        return [(at, min(PIECE_BYTES, chunk_bytes - at)) for at in range(0, chunk_bytes, PIECE_BYTES)]
-
-    def _ensure_staging(self, piece_bytes: int) -> None:
+    def _buffers_for(self, piece_bytes: int) -> tuple[int, ...]:
+        """Addresses of staging buffers ``[W - 1, piece_bytes]``: those there are, unless a piece is larger."""
         nbytes = (len(self._peers) - 1) * piece_bytes
-        if self._staging and self._staging[0].memory.numel() >= nbytes:
-            return
-        if self._staging:
-            torch.cuda.synchronize(self._segment.device)  # a larger layer than any before: rare, and only at first
-        self._staging = [
-            _Staging(
-                torch.empty(nbytes, dtype=torch.uint8, device=self._segment.device),
-                torch.cuda.Event(),
-                torch.cuda.Event(),
-            )
-            for _ in range(_BUFFERS)
-        ]
-        self._copies.clear()
-
-    def _copies_of(self, lease: Lease, chunk_bytes: int, pieces: list[tuple[int, int]]) -> list[Copies]:
-        key = (lease.offset, chunk_bytes, self._staging[0].memory.data_ptr())
-        found = self._copies.get(key)
-        if found is None:
-            found = self._copies[key] = [
-                self._piece_copies(index, start, nbytes, lease.offset, chunk_bytes)
-                for index, (start, nbytes) in enumerate(pieces)
+        if not self._staging or self._staging[0].numel() < nbytes:
+            torch.cuda.synchronize(self._segment.device)  # the old buffers may still be in use; rare, and at first only
+            self._replays.close()
+            self._staging = [
+                torch.empty(nbytes, dtype=torch.uint8, device=self._segment.device) for _ in range(_BUFFERS)
             ]
-        return found
+        return tuple(buffer.data_ptr() for buffer in self._staging)
 
-    def _piece_copies(self, index: int, start: int, nbytes: int, slot: int, chunk_bytes: int) -> Copies:
+    def _pull_and_sum(self, job: _Job, lane: Lane, stream: torch.cuda.Stream) -> None:
+        """Enqueue all pieces on ``stream`` and on the pulls' stream, forked from it and joined again."""
+        capturing, pulls = stream is self._replays.building, self._pulls
+        pulls.wait_event(stream.record_event())
+        own = job.input + self._segment.rank * job.chunk_bytes
+        summed: list[Any] = []
+        for index, start in enumerate(range(0, job.chunk_bytes, job.piece_bytes)):
+            nbytes = min(job.piece_bytes, job.chunk_bytes - start)
+            rows = job.buffers[index % _BUFFERS]
+            if index >= _BUFFERS:
+                pulls.wait_event(summed[index - _BUFFERS])
+            copies = self._piece_copies(rows, start, nbytes, job.slot, job.chunk_bytes)
+            self._segment.driver.copy(copies, pulls.cuda_stream, capturing=capturing)
+            stream.wait_event(pulls.record_event())
+            with torch.cuda.stream(stream):
+                job.arithmetic.launch(self._output, own + start, rows, start, nbytes, job.aligned)
+            summed.append(stream.record_event())
+        self._flags.signal("done", lane, pulls.cuda_stream, replay=not capturing)
+        stream.wait_event(pulls.record_event())
+
+    def _piece_copies(self, rows: int, start: int, nbytes: int, slot: int, chunk_bytes: int) -> Copies:
         """One piece from every peer, peers in rotated order; row r is the r-th rank's but for our own."""
         rank, world_size = self._segment.rank, len(self._peers)
-        base = self._staging[index % _BUFFERS].memory.data_ptr()
         flat = []
         for step in range(1, world_size):
             peer = (rank + step) % world_size
             row = peer - (peer > rank)
-            flat.append((base + row * nbytes, self._peers[peer] + slot + rank * chunk_bytes + start, nbytes))
+            flat.append((rows + row * nbytes, self._peers[peer] + slot + rank * chunk_bytes + start, nbytes))
         return Copies(flat)

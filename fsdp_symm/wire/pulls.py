@@ -18,7 +18,7 @@ class Block:
     """``rows`` rows of ``nbytes`` bytes, packed in the peer's slot.
 
     Attributes:
-        peer: group rank to fetch from; this rank itself for a local copy, which waits for nobody.
+        peer: group rank to fetch from; never this rank, whose own bytes are a local copy of the caller's.
         source: where the first row starts in the peer's slot of this call, in bytes.
         target: which of the call's target tensors they go to.
         offset: where the first row goes in that tensor, in bytes.
@@ -61,38 +61,32 @@ def _check(block: Block) -> None:
 
 
 class PullPlan:
-    """The blocks of a call: own ones first, then peers in rotated order so that not all ranks read one peer at once.
+    """The blocks of a call, peers in rotated order so that not all ranks read the same peer at once.
 
     Args:
         blocks: what to fetch; empty blocks are left out.
         rank, world_size: this rank's number in the group and the group's size, for the order.
 
-    Attributes:
-        own: blocks from this rank itself.
-        remote: blocks from peers.
-
     Raises:
-        SymmMemError: a block that cannot be copied, or one from outside the group.
+        SymmMemError: a block that cannot be copied, or one from this rank itself or from outside the group.
     """
 
     def __init__(self, blocks: Iterable[Block], *, rank: int, world_size: int) -> None:
         wanted = [block for block in blocks if block.packed_nbytes]
         for block in wanted:
             _check(block)
-        outside = sorted({b.peer for b in wanted if b.peer >= world_size})
+        outside = sorted({b.peer for b in wanted if b.peer == rank or b.peer >= world_size})
         if outside:
             raise SymmMemError(
                 problem(
-                    "PullPlan: blocks from outside the group",
-                    found=f"group ranks {outside}",
-                    expected=f"group ranks below {world_size}",
-                    fix="number peers by their rank in the group",
+                    "PullPlan: blocks from ranks that are no peers",
+                    found=f"group ranks {outside} on rank {rank} of {world_size}",
+                    expected="peers only",
+                    fix="copy this rank's own bytes locally",
                 )
             )
         self.rank, self.world_size = rank, world_size
         self.blocks = tuple(sorted(wanted, key=lambda b: (b.peer - rank) % world_size))
-        self.own = tuple(b for b in self.blocks if b.peer == rank)
-        self.remote = tuple(b for b in self.blocks if b.peer != rank)
         self.by_peer: dict[int, tuple[Block, ...]] = {}
         for block in self.blocks:
             self.by_peer[block.peer] = (*self.by_peer.get(block.peer, ()), block)

@@ -121,20 +121,11 @@ def _verdict(call: Pending) -> str | None:
 
 
 def _late(call: Pending) -> str:
-    """Which ranks have not signalled, read from the flags on the device, on a stream that nothing waits in."""
+    """Which ranks have not signalled, read from the flags on the device."""
     segment, flags = call.segment, call.segment.flags
-    stream = torch.cuda.Stream(segment.device)
-    host = torch.empty(segment.control_words().shape, dtype=torch.int32, pin_memory=True)
-    with torch.cuda.stream(stream):
-        host.copy_(segment.control_words(), non_blocking=True)
-        event = stream.record_event()
-    deadline = time.monotonic() + 5.0
-    while not event.query():
-        if time.monotonic() > deadline or flags is None:
-            return "some ranks, which the GPU does not tell,"
-        threading.Event().wait(0.01)
-    if flags is None:
-        return "some ranks"
+    words = segment.read_flags(patience_s=5.0)
+    if words is None or flags is None:
+        return "some ranks, which the GPU does not tell, have not come,"
     texts = []
     verbs = {"ready": "have not published their data", "done": "have not read this rank's data"}
     for kind in KINDS:
@@ -143,7 +134,7 @@ def _late(call: Pending) -> str:
             segment.ranks[peer]
             for peer in range(len(segment.ranks))
             if peer != segment.rank
-            and (int(host[flags.index(kind, call.lane, peer)]) - epoch) & 0xFFFFFFFF >= 0x80000000
+            and (int(words[flags.index(kind, call.lane, peer)]) - epoch) & 0xFFFFFFFF >= 0x80000000
         ]
         if late:
             texts.append(f"ranks {late} {verbs[kind]}")

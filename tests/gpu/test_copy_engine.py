@@ -43,7 +43,9 @@ def _slots_without_synchronisation(backend: str, seed: int, calls: int) -> None:
     arena = _arena(backend, Ring("unshard", 2, 4096))
     wire = wire_of(arena)
     plans = {
-        n: PullPlan([Block(p, 0, 0, p * n, n) for p in range(world_size)], rank=rank, world_size=world_size)
+        n: PullPlan(
+            [Block(p, 0, 0, p * n, n) for p in range(world_size) if p != rank], rank=rank, world_size=world_size
+        )
         for n in (16, 512, 4096)
     }
     streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
@@ -55,6 +57,7 @@ def _slots_without_synchronisation(backend: str, seed: int, calls: int) -> None:
         with torch.cuda.stream(stream):
             slot, lease = arena.acquire_lease("unshard", size, owner="t")
             slot.fill_((7 * call + rank) % 251)
+            target.narrow(0, rank * size, size).copy_(slot)
             wire.pull(lease, arena.next_epoch(lease), plans[size], [target], what="t", async_op=False)
             del slot
         results.append((call, size, target))
