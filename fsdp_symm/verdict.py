@@ -83,7 +83,7 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
     engines["unshard"] = _PLACED
     if staged is None and reduce_scatter == "copy_engine":
         engines["reduce_scatter"] = _PULLED
-    elif staged is None and reduce_scatter == "auto":
+    elif staged is None and reduce_scatter == "auto" and facts.world_size == 2:
         limit = REDUCE_BY_PULLS_FROM_BYTES >> 20
         text = f"{_PULLED[1]} from {limit} MiB a rank on; below that a {engines['reduce_scatter'][0]}"
         engines["reduce_scatter"] = ("copy engine", text)

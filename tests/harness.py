@@ -84,6 +84,8 @@ def init_process_group(rank: int, world_size: int, store: str) -> None:
         )
     else:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60), **common)
+        # A job may end without any collective: a rank that leaves while another still connects breaks that one.
+        dist.barrier()
 
 
 class Ranks:

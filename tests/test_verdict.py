@@ -72,9 +72,12 @@ def test_direct_placement_and_pulled_sums_need_no_policy(monkeypatch) -> None:
 
 
 def test_auto_names_the_size_from_which_sums_are_pulled(monkeypatch) -> None:
-    engine, reason = _judge(monkeypatch, GroupFacts(), DIRECT, reduce_scatter="auto").engines["reduce_scatter"]
+    pair = GroupFacts(ranks=(0, 1), hosts=("a",) * 2, devices=("GPU-0", "GPU-1"), policies=("zero",) * 2)
+    engine, reason = _judge(monkeypatch, pair, DIRECT, reduce_scatter="auto").engines["reduce_scatter"]
     assert engine == "copy engine"
-    assert reason.endswith("from 4 MiB a rank on; below that a symmetric kernel")
+    assert reason.endswith("from 64 MiB a rank on; below that a symmetric kernel")
+    four = _judge(monkeypatch, GroupFacts(), DIRECT, reduce_scatter="auto").engines["reduce_scatter"]
+    assert four[0] == "symmetric kernel"
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,6 @@ class CopyEngineWire:
         self._side = torch.cuda.Stream(segment.device)  # for calls on the legacy default stream, which takes no batch
         self._reduce = PullReduce(segment, self._flags, self._peers, self._replays)
         self._gathers: dict[int, PullPlan] = {}  # plans of all_gather, by chunk bytes
-        self._kept: dict[int, PullPlan] = {}  # plans whose ids are in keys
 
     # --- the primitive ---
 
@@ -102,9 +101,10 @@ class CopyEngineWire:
         self._flags.signal("ready", lease.role, handle)
         self._flags.wait("ready", lease.role, epoch, handle)
         places = [(t.data_ptr(), t.nbytes) for t in targets]
-        self._kept[id(plan)] = plan
         self._replays.run(
-            (id(plan), lease.role, lease.offset, *places), lambda s: self._fetch(plan, lease, places, what, s), stream
+            (plan.number, lease.role, lease.offset, *places),
+            lambda s: self._fetch(plan, lease, places, what, s),
+            stream,
         )
         self._leave(state, stream, lease, epoch, what)
         if stream is not current:

@@ -104,7 +104,8 @@ class NcclWire:
         """Whether our own wire runs this reduce-scatter; the same answer on every rank."""
         if self._copies is None or self.reduce_scatter_way == "nccl" or not summable(op, output.dtype):
             return False
-        return self.reduce_scatter_way == "copy_engine" or output.nbytes >= REDUCE_BY_PULLS_FROM_BYTES
+        measured = self._group.size() == 2 and output.nbytes >= REDUCE_BY_PULLS_FROM_BYTES
+        return self.reduce_scatter_way == "copy_engine" or measured
 
     def pull(
         self,

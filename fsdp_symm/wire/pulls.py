@@ -7,6 +7,7 @@ arrays.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -46,6 +47,9 @@ class Block:
         return self.offset + (self.rows - 1) * self.pitch + self.nbytes
 
 
+_numbers = itertools.count()
+
+
 def _check(block: Block) -> None:
     numbers = (block.peer, block.source, block.target, block.offset, block.nbytes)
     pitched = block.rows == 1 or block.pitch >= block.nbytes
@@ -67,6 +71,9 @@ class PullPlan:
         blocks: what to fetch; empty blocks are left out.
         rank, world_size: this rank's number in the group and the group's size, for the order.
 
+    Attributes:
+        number: of no other plan in this process, so that a wire can keep what it made of a plan.
+
     Raises:
         SymmMemError: a block that cannot be copied, or one from this rank itself or from outside the group.
     """
@@ -86,6 +93,7 @@ class PullPlan:
                 )
             )
         self.rank, self.world_size = rank, world_size
+        self.number = next(_numbers)
         self.blocks = tuple(sorted(wanted, key=lambda b: (b.peer - rank) % world_size))
         self.by_peer: dict[int, tuple[Block, ...]] = {}
         for block in self.blocks:

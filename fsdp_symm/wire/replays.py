@@ -14,6 +14,7 @@ from fsdp_symm.memory.cuda_driver import CudaDriver
 
 # Layers x slots x places of unsharded parameters; a graph takes some tens of KiB.
 _MAX_GRAPHS = 4096
+_MAX_SEEN = 1024
 
 
 class Replays:
@@ -27,7 +28,8 @@ class Replays:
     def __init__(self, driver: CudaDriver, device: torch.device) -> None:
         self._driver = driver
         self._device = device
-        self._graphs: dict[Hashable, int | None] = {}  # None: seen once
+        self._graphs: dict[Hashable, int] = {}
+        self._seen: dict[Hashable, None] = {}  # keys seen once, oldest first
         self.building = torch.cuda.Stream(device)
 
     def run(self, key: Hashable, enqueue: Callable[[torch.cuda.Stream], None], stream: torch.cuda.Stream) -> None:
@@ -37,21 +39,23 @@ class Replays:
             key: equal exactly for calls that enqueue the same work on the same addresses.
             enqueue: puts the work on the stream it is given, and on streams forked from it and joined again.
         """
-        graph = self._graphs.get(key, 0)
-        if graph == 0:
-            if len(self._graphs) >= _MAX_GRAPHS:
-                self.close()
-            self._graphs[key] = None
+        graph = self._graphs.get(key)
+        if graph is None and key not in self._seen:
+            self._seen[key] = None
+            if len(self._seen) > _MAX_SEEN:
+                del self._seen[next(iter(self._seen))]
             enqueue(stream)
             return
         if graph is None:
+            if len(self._graphs) >= _MAX_GRAPHS:
+                self.close()
             graph = self._driver.capture(self.building.cuda_stream, lambda: enqueue(self.building))
             self._graphs[key] = graph
         self._driver.launch(graph, stream.cuda_stream)
 
     def close(self) -> None:
         """Free all graphs, once none is running."""
-        graphs = [g for g in self._graphs.values() if g]
+        graphs = list(self._graphs.values())
         self._graphs.clear()
         if graphs:
             torch.cuda.synchronize(self._device)

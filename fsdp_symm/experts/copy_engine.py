@@ -1,0 +1,340 @@
+"""Tokens over this package's own wire: rows lie in symmetric memory, and the rank that needs them fetches them.
+
+Padded (``"copy_engine"``), every rank fetches C rows from every other, whatever the router decided, so nothing is read
+on the host; one row a (token, rank) keeps that affordable. Where no bound on rows is set, C is the bound on tokens and
+rows need no packing at all: one copy of the tokens serves all peers, and each row is at its token's place.
+Exact (``"copy_engine_exact"``), the ranks read the counts first and fetch only rows that exist.
+
+A rank's own rows are copied locally and never cross the wire. Answers are summed straight into the slot that the
+peers fetch from. Legend as in :mod:`fsdp_symm.experts.routing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fsdp_symm.errors import SymmMemError
+from fsdp_symm.experts import routing, symmetric
+from fsdp_symm.experts.config import EpConfig, refuse
+from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, facts
+from fsdp_symm.experts.registry import TokenExchangeEP
+from fsdp_symm.memory.arena import Lease, SymmMemArena
+from fsdp_symm.plan import Lane, Ring
+from fsdp_symm.wire import wire_of
+from fsdp_symm.wire.pulls import Block, PullPlan
+
+_SLOTS = 2  # a slot is free at the end of its call; with two, the next call need not wait for slow readers
+_PART_ALIGNMENT_BYTES = 256  # copy engines are fastest on whole lines
+_FIRST_ROOM = 64  # rows, where the number of tokens is not known beforehand and buffers grow
+
+
+class _Part(NamedTuple):
+    """One kind of data in a call, and where its rows lie."""
+
+    spec: PartSpec
+    layout: Layout
+
+    @property
+    def row_bytes(self) -> int:
+        return self.spec.width * self.spec.dtype.itemsize
+
+
+class _Move(NamedTuple):
+    """Rows ``[source, source + rows)`` of a rank's slot go to ``[target, ...)`` of the one who fetches."""
+
+    peer: int
+    source: int
+    target: int
+    rows: int
+
+
+class WireExchange:
+    """:class:`fsdp_symm.experts.exchange.Exchange` in symmetric memory. Construction is collective.
+
+    Raises:
+        SymmMemConfigError: no bound on tokens, and buffers that may not grow; or an exact exchange that should drop.
+        SymmMemMemoryError: the memory could not be had (raised on all ranks).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, config: EpConfig, *, exact: bool) -> None:
+        if config.max_tokens_per_rank is None and config.overflow != "grow":
+            refuse(
+                "copy_engine: the number of tokens has no bound",
+                found=f"max_tokens_per_rank=None with overflow={config.overflow!r}",
+                expected="a bound that buffers are made for",
+                fix="set max_tokens_per_rank, or overflow='grow'",
+            )
+        if exact and config.overflow == "drop" and config.rows_per_peer is not None:
+            refuse(
+                "copy_engine_exact: an exact exchange drops no rows on the way",
+                found=f"rows_per_peer={config.rows_per_peer} with overflow='drop'",
+                expected="no rows_per_peer, or overflow='raise' or 'grow'",
+                fix="bound what a rank receives instead: recv_capacity_per_rank",
+            )
+        self.exact = exact
+        self._group = group
+        self._config = config
+        self._num_ranks, self._rank = group.size(), group.rank()
+        self._packed = exact or config.rows_per_peer is not None
+        self._room = config.rows_per_peer or config.max_tokens_per_rank or _FIRST_ROOM
+        self._plans: dict[object, PullPlan] = {}
+        self.arena = self._make_arena()
+
+    def _make_arena(self) -> SymmMemArena:
+        config, room = self._config, self._room
+        ids, weights = config.num_topk * 4, config.num_topk * 4
+        row = config.hidden_dim * config.payload_dtype.itemsize + weights
+        gaps = 3 * _PART_ALIGNMENT_BYTES
+        table = (self._num_ranks + config.num_experts + 1) * 8
+        outgoing = room * (self._num_ranks if self._packed else 1)
+        rings = [
+            Ring("dispatch", _SLOTS, symmetric.align(max(outgoing * row, outgoing * ids + table) + gaps)),
+            Ring("combine", _SLOTS, symmetric.align(room * self._num_ranks * row + gaps)),
+        ]
+        backend = symmetric.backend_of(self._group)
+        return SymmMemArena(self._group, rings, backend=backend, timeout_s=config.timeout_s)
+
+    # --- what Exchange asks for ---
+
+    def prepare(self, ids: torch.Tensor) -> Prepared:
+        """Expert ids, padded, and the facts of every rank.
+
+        Raises:
+            SymmMemConfigError: ids on another kind of device than the symmetric memory.
+        """
+        if ids.device.type != self.arena.device.type:
+            refuse(
+                "copy_engine: topk_idx",
+                found=f"a tensor on {ids.device}",
+                expected=f"tensors on {self.arena.device.type}, where the group's symmetric memory is",
+                fix="move the batch, or use a process group of that device",
+            )
+        found = routing.route(
+            ids,
+            num_experts=self._config.num_experts,
+            num_ranks=self._num_ranks,
+            rows_per_rank=self._room,
+            by_token=not self._packed,
+        )
+        mine = facts(found)
+        layout = Layout.padded(self._num_ranks, self._rank, self._room, by_token=not self._packed)
+        parts = [
+            _Part(PartSpec(ids.shape[1], torch.int32, ids.device), layout),
+            _Part(PartSpec(mine.numel(), torch.int64, ids.device), self._broadcast),
+        ]
+
+        def write(buffers: list[torch.Tensor]) -> None:
+            _place(ids.to(torch.int32), found.home, layout, buffers[0], fill=-1)
+            buffers[1].copy_(mine.unsqueeze(0))
+
+        received, table = self._call("dispatch", "expert ids", parts, write)
+        if not self.exact:
+            return Prepared(found.home, table, received)
+        table = table.cpu()
+        return self._squeeze(ids, table, received)
+
+    def _squeeze(self, ids: torch.Tensor, table: torch.Tensor, received: torch.Tensor) -> Prepared:
+        """Exact rows from padded ones, now that the host knows how many there are."""
+        layout = self.layout(0, table)
+        blocks = received.view(self._num_ranks, self._room, -1)
+        real = [blocks[sender, :rows] for sender, rows in enumerate(layout.received)]
+        route = routing.route(ids, num_experts=self._config.num_experts, num_ranks=self._num_ranks, rows_per_rank=None)
+        return Prepared(route.home, table, torch.cat(real))
+
+    def layout(self, num_rows: int, table: torch.Tensor) -> Layout:
+        """Padded to N / R rows, or the table's counts."""
+        if self.exact:
+            return Layout(tuple(tuple(row) for row in table[:, : self._num_ranks].tolist()), self._rank)
+        rows = num_rows // self._num_ranks
+        return Layout.padded(self._num_ranks, self._rank, rows, by_token=not self._packed)
+
+    def to_experts(self, parts: Sequence[torch.Tensor], home: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+        """Rows in the slot, or tokens in symmetric memory of their own, fetched by the ranks that need them."""
+        in_place = self._in_place(parts[0], layout)
+        staged = list(parts if in_place is None else parts[1:])
+        pieces = [_Part(PartSpec(p.shape[1], p.dtype, p.device), layout) for p in staged]
+
+        def write(buffers: list[torch.Tensor]) -> None:
+            for part, buffer in zip(staged, buffers, strict=True):
+                _place(part, home, layout, buffer)
+
+        # Zero-copy or not is part of the call's signature: ranks that disagree hear of it instead of waiting.
+        how = "staged tokens" if in_place is None else "tokens in place"
+        answers = self._call("dispatch", how, pieces, write)
+        if in_place is None:
+            return answers
+        return [self._fetch_in_place(parts[0], layout, *in_place), *answers]
+
+    def to_homes(
+        self, specs: Sequence[PartSpec], write: Callable[[list[torch.Tensor]], None], layout: Layout
+    ) -> list[torch.Tensor]:
+        """Answers are written straight into the slot, and fetched by the tokens' ranks."""
+        return self._call("combine", "answers", [_Part(spec, layout) for spec in specs], write)
+
+    def resize(self, max_tokens: int) -> None:
+        """Another arena with more room. Collective."""
+        self.close()
+        self._room = max_tokens
+        self._plans.clear()  # a wire may keep addresses of the old arena with a plan
+        self.arena = self._make_arena()
+
+    def room(self) -> int | None:
+        """C."""
+        return self._room
+
+    def fail(self, text: str) -> None:
+        """Peers that wait for this rank raise with the text; the arena is of no use afterwards."""
+        self.arena.segment.fail(text)
+
+    def close(self) -> None:
+        """Collective over the group."""
+        wire_of(self.arena).close()
+        self.arena.close()
+
+    # --- tokens that lie in symmetric memory already ---
+
+    def _in_place(self, tokens: torch.Tensor, layout: Layout) -> tuple[SymmMemArena, Lease] | None:
+        if not layout.by_token or (found := symmetric.find(tokens)) is None:
+            return None
+        arena, lease = found
+        same_group = arena.ranks == self.arena.ranks
+        return found if same_group and layout.sent[0] * _row_bytes(tokens) <= lease.nbytes else None
+
+    def _fetch_in_place(self, tokens: torch.Tensor, layout: Layout, arena: SymmMemArena, lease: Lease) -> torch.Tensor:
+        part = _Part(PartSpec(tokens.shape[1], tokens.dtype, tokens.device), layout)
+        target = _empty(part, sum(layout.received))
+        target.narrow(0, layout.first_received(self._rank, self._rank), tokens.shape[0]).copy_(tokens)
+        what = f"ep dispatch: tokens in place, {tokens.shape[1]} x {tokens.dtype}"
+        plan = self._plan("dispatch", [part])
+        wire_of(arena).pull(lease, arena.next_epoch(lease), plan, [target], what=what, async_op=False)
+        # The tensor is the caller's, who may write into it next: only when everybody has read it.
+        arena.segment.before_reuse(lease, what)
+        return target
+
+    # --- one call of the wire ---
+
+    @property
+    def _broadcast(self) -> Layout:
+        return Layout.padded(self._num_ranks, self._rank, 1, by_token=True)
+
+    def _call(
+        self, lane: Lane, content: str, parts: list[_Part], write: Callable[[list[torch.Tensor]], None]
+    ) -> list[torch.Tensor]:
+        kinds = ", ".join(f"{p.spec.width} x {str(p.spec.dtype).removeprefix('torch.')}" for p in parts)
+        what = f"ep {lane}: {content}, rows of {kinds or 'nothing'}"
+        offsets, nbytes = _offsets(lane, parts, self._rank)
+        slot, lease = self.arena.acquire_lease(lane, max(nbytes, 1), owner=what)  # a rank without rows takes part too
+        try:
+            targets = self._fill(lane, parts, slot, offsets, write)
+            plan = self._plan(lane, parts)
+        except BaseException as error:  # also Ctrl-C: the peers must not wait for this rank
+            self.arena.segment.fail(str(error) if isinstance(error, SymmMemError) else repr(error))
+            raise
+        wire_of(self.arena).pull(lease, self.arena.next_epoch(lease), plan, targets, what=what, async_op=False)
+        return targets
+
+    def _fill(
+        self,
+        lane: Lane,
+        parts: list[_Part],
+        slot: torch.Tensor,
+        offsets: list[int],
+        write: Callable[[list[torch.Tensor]], None],
+    ) -> list[torch.Tensor]:
+        """Write this rank's rows into the slot, and its own share of them into the targets."""
+        buffers, targets = [], []
+        for part, offset in zip(parts, offsets, strict=True):
+            rows = _slot_rows(lane, part.layout, self._rank)
+            raw = slot.narrow(0, offset, rows * part.row_bytes)
+            buffers.append(raw.view(part.spec.dtype).view(rows, part.spec.width))
+            targets.append(_empty(part, sum(part.layout.received if lane == "dispatch" else part.layout.sent)))
+        write(buffers)
+        for part, buffer, target in zip(parts, buffers, targets, strict=True):
+            own = _move(lane, part.layout, self._rank)
+            target.narrow(0, own.target, own.rows).copy_(buffer.narrow(0, own.source, own.rows))
+        return targets
+
+    def _plan(self, lane: Lane, parts: list[_Part]) -> PullPlan:
+        key = (lane, tuple((p.row_bytes, p.layout) for p in parts))
+        if (plan := self._plans.get(key)) is None:
+            plan = PullPlan(self._blocks(lane, parts), rank=self._rank, world_size=self._num_ranks)
+            if not self.exact:  # exact sizes hardly ever come again
+                self._plans[key] = plan
+        return plan
+
+    def _blocks(self, lane: Lane, parts: list[_Part]) -> list[Block]:
+        blocks = []
+        for peer in range(self._num_ranks):
+            if peer == self._rank:
+                continue
+            offsets, _ = _offsets(lane, parts, peer)
+            for index, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
+                move, row = _move(lane, part.layout, peer), part.row_bytes
+                source, target = offset + move.source * row, move.target * row
+                blocks.append(Block(peer, source, index, target, move.rows * row))
+        return blocks
+
+
+class CopyEngineEP(TokenExchangeEP):
+    """``"copy_engine"``: padded rows over this package's wire. Nothing is read on the host where
+    ``recv_capacity_per_rank`` is set and ``overflow`` is ``"drop"``."""
+
+    transport: ClassVar[str] = "copy_engine"
+
+
+class CopyEngineExactEP(TokenExchangeEP):
+    """``"copy_engine_exact"``: the same wire, only rows that exist; one host read a layer."""
+
+    transport: ClassVar[str] = "copy_engine_exact"
+
+
+def _empty(part: _Part, rows: int) -> torch.Tensor:
+    return torch.empty((rows, part.spec.width), dtype=part.spec.dtype, device=part.spec.device)
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return tensor.shape[1] * tensor.element_size()
+
+
+def _slot_rows(lane: Lane, layout: Layout, owner: int) -> int:
+    """Rows of a part in the slot of ``owner``."""
+    if lane == "combine":
+        return sum(sizes[owner] for sizes in layout.sizes)
+    return layout.sizes[owner][0] if layout.by_token else sum(layout.sizes[owner])
+
+
+def _offsets(lane: Lane, parts: list[_Part], owner: int) -> tuple[list[int], int]:
+    """Where the parts start in the slot of ``owner``, and where the last one ends."""
+    offsets, end = [], 0
+    for part in parts:
+        start = -(-end // _PART_ALIGNMENT_BYTES) * _PART_ALIGNMENT_BYTES
+        offsets.append(start)
+        end = start + _slot_rows(lane, part.layout, owner) * part.row_bytes
+    return offsets, end
+
+
+def _move(lane: Lane, layout: Layout, peer: int) -> _Move:
+    """What this rank fetches from the slot of ``peer`` (itself too), in rows."""
+    me = layout.rank
+    if lane == "combine":
+        return _Move(peer, layout.first_received(me, peer), layout.first_sent(me, peer), layout.sizes[me][peer])
+    source = 0 if layout.by_token else layout.first_sent(peer, me)
+    return _Move(peer, source, layout.first_received(peer, me), layout.sizes[peer][me])
+
+
+def _place(
+    part: torch.Tensor, home: torch.Tensor, layout: Layout, buffer: torch.Tensor, *, fill: int | None = None
+) -> None:
+    """``[T, W]`` into the slot's rows; rows without a token get ``fill``, or anything where there is none."""
+    if layout.by_token:
+        rows = min(part.shape[0], buffer.shape[0])  # more tokens than room: the overflow policy will see to it
+        buffer[:rows].copy_(part[:rows])
+        if fill is not None:
+            buffer[rows:].fill_(fill)
+    else:
+        index = routing.tokens_of(home, buffer.shape[0])
+        routing.gather_rows(part, index, fill=fill or 0, out=buffer)

@@ -1,0 +1,203 @@
+"""What our own wire does on GPUs, as far as a machine without one can tell: the kernel's arithmetic in triton's
+interpreter, the driver's structures, the watchdog's texts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fsdp_symm.errors import SymmMemUnavailableError
+from fsdp_symm.memory.cuda_driver import Copies, MemOps, cuda_driver
+from fsdp_symm.memory.stream_flags import StreamFlags, control_nbytes
+from fsdp_symm.plan import LANES
+
+pytest.importorskip("triton")
+
+SUMS = """
+import torch, torch.distributed as dist
+from fsdp_symm.wire.device_sum import PieceSum
+from fsdp_symm.wire.reduce import reduce_chunks
+generator = torch.Generator().manual_seed(5)
+# Not bfloat16: the interpreter truncates where GPUs round.
+for dtype in (torch.float32, torch.float16, torch.float64):
+    for world_size in (2, 3, 4):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist._make_nccl_premul_sum(0.3)):
+            for numel, first in ((1, 0), (5000, 3)):
+                rank = world_size // 2
+                chunks = torch.randn(world_size, numel, generator=generator, dtype=torch.float64).to(dtype)
+                expected = torch.empty(numel, dtype=dtype)
+                reduce_chunks(expected, list(chunks), op)
+                output = torch.full((first + numel + 2,), float("nan"), dtype=dtype)
+                rows = torch.stack([c for r, c in enumerate(chunks) if r != rank])
+                word = torch.tensor([output.data_ptr()])
+                width = dtype.itemsize
+                PieceSum.of(op, dtype, rank, world_size).launch(
+                    word, chunks[rank].data_ptr(), rows.data_ptr(), first * width, numel * width, False
+                )
+                assert torch.equal(output[first : first + numel], expected), (dtype, world_size, op, numel)
+                assert output[:first].isnan().all() and output[first + numel :].isnan().all()
+print("done")
+"""
+
+
+def test_the_sum_kernel_adds_in_rank_order_and_writes_nothing_else() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SUMS], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_an_op_that_cannot_be_summed_is_refused() -> None:
+    import torch.distributed as dist
+
+    from fsdp_symm.errors import SymmMemError
+    from fsdp_symm.wire.device_sum import PieceSum, summable
+
+    assert not summable(dist.ReduceOp.MAX, torch.float32)
+    assert not summable(dist.ReduceOp.SUM, torch.int32)
+    with pytest.raises(SymmMemError, match=r"MAX of torch\.float32(.|\n)*reduce_scatter='nccl'"):
+        PieceSum.of(dist.ReduceOp.MAX, torch.float32, 0, 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_a_machine_without_a_driver_is_told_so() -> None:
+    with pytest.raises(SymmMemUnavailableError, match=r"the CUDA driver could not be loaded(.|\n)*backend='host'"):
+        cuda_driver()
+
+
+def _ops(ops: MemOps) -> np.ndarray:
+    import ctypes
+
+    raw = ctypes.string_at(ops.address.value or 0, 48 * ops.count)
+    return np.frombuffer(raw, np.uint8).reshape(ops.count, 48)
+
+
+def test_memory_operations_lie_as_the_driver_reads_them() -> None:
+    ops = MemOps(waits=[0x1122334455667788], writes=[0x10], pointer=0x20)
+    ops.set(2**32 + 7, pointer=0xAABBCCDDEEFF0011)
+    wait, write, pointer = _ops(ops)
+    assert [int(row[:4].view(np.uint32)[0]) for row in (wait, write, pointer)] == [1, 2, 5]
+    assert int(wait[8:16].view(np.uint64)[0]) == 0x1122334455667788
+    assert int(wait[16:24].view(np.uint64)[0]) == 7, "numbers wrap at 2**32"
+    assert int(write[16:24].view(np.uint64)[0]) == 7
+    assert int(pointer[16:24].view(np.uint64)[0]) == 0xAABBCCDDEEFF0011
+    assert not wait[24:].any(), "flag 0 waits for 'at least'"
+
+
+@dataclass
+class FakeDriver:
+    """Carries out what a stream would, at once, on one flat memory."""
+
+    memory: dict[int, int]
+    stuck: list[int] = field(default_factory=list)
+
+    def mem_ops(self, ops: MemOps, stream: int) -> None:
+        for row in _ops(ops):
+            kind, address = int(row[:4].view(np.uint32)[0]), int(row[8:16].view(np.uint64)[0])
+            value = int(row[16:24].view(np.uint64)[0])
+            if kind == 1 and (self.memory.get(address, 0) - value) % 2**32 >= 2**31:
+                self.stuck.append(address)
+            elif kind == 2:
+                self.memory[address] = value
+
+    def copy(self, copies: Copies, stream: int, *, capturing: bool = False) -> None:
+        for target, source, _ in copies.flat:
+            self.memory[target] = self.memory.get(source, 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_every_flag_has_a_word_of_its_own_and_reaches_its_peer(monkeypatch: Any, world_size: int) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    driver: Any = FakeDriver({})
+    controls = [0x10000 * (r + 1) for r in range(world_size)]
+    flags = [StreamFlags(driver, controls, rank) for rank in range(world_size)]
+    words = {flags[0].index(kind, lane, p) for kind in ("ready", "done") for lane in LANES for p in range(world_size)}
+    assert len(words) == 2 * len(LANES) * world_size
+    assert max(words) * 4 < control_nbytes(world_size)
+    for epoch in (1, 2, 2**30, 2**31, 3 * 2**30, 2**32 - 1, 2**32, 2**32 + 3):  # steps below 2**31, across the wrap
+        for lane in LANES:
+            for rank, own in enumerate(flags):
+                own.wait("ready", lane, epoch, 0)
+                assert len(driver.stuck) == world_size - 1, "nobody has signalled yet"
+                driver.stuck.clear()
+                assert rank < world_size
+            for own in flags:
+                own.number(lane, epoch, 0)
+                own.signal("ready", lane, 0, replay=False)
+            for own in flags:
+                own.wait("ready", lane, epoch, 0)
+            assert driver.stuck == []
+
+
+# --- the watchdog ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeNotices:
+    report: str | None = None
+    dead: tuple[int, ...] = ()
+
+    def reported(self) -> str | None:
+        return self.report
+
+    def dead_ranks(self) -> list[int]:
+        return list(self.dead)
+
+
+@dataclass
+class FakeSegment:
+    """A segment of ranks 4 and 5, seen from rank 4."""
+
+    words: torch.Tensor | None
+    notices: FakeNotices
+    ranks: tuple[int, ...] = (4, 5)
+    rank: int = 0
+    timeout_s: float = 30.0
+    flags: Any = None
+
+    def read_flags(self, patience_s: float) -> torch.Tensor | None:
+        return self.words
+
+
+@dataclass
+class FakeFlags:
+    def index(self, kind: str, lane: str, peer: int) -> int:
+        return {"ready": 0, "done": 2}[kind] + peer
+
+
+def _text(age_s: float, words: list[int] | None = None, **notices: Any) -> str | None:
+    from fsdp_symm.wire.watchdog import Pending, _verdict
+
+    tensor = None if words is None else torch.tensor(words, dtype=torch.int32)
+    segment: Any = FakeSegment(tensor, FakeNotices(**notices), flags=FakeFlags())
+    event: Any = None
+    return _verdict(Pending(segment, "unshard", 9, "unshard of 'layers.3'", event, time.monotonic() - age_s))
+
+
+def test_the_watchdog_waits_in_silence_while_a_call_may_still_end() -> None:
+    assert _text(29.0, [0, 8, 0, 8]) is None
+    assert _text(1.0, dead=(5,)) is None, "a rank that has ended may have done its part"
+
+
+def test_the_watchdog_names_the_call_the_ranks_and_what_they_owe() -> None:
+    text = _text(31.0, [0, 8, 0, 8]) or ""
+    assert "unshard of 'layers.3', epoch 9: ranks [5] have not published their data of group [4, 5]" in text
+    assert "found: not ended on this rank's GPU within 30 s" in text
+    text = _text(31.0, [0, 9, 0, 7]) or ""
+    assert "ranks [5] have not read this rank's data" in text
+    assert "this rank's GPU is busy with something else" in (_text(31.0, [0, 9, 0, 8]) or "")
+    assert "which the GPU does not tell" in (_text(31.0) or "")
+
+
+def test_the_watchdog_quotes_failures_and_names_dead_ranks() -> None:
+    assert "is stuck: rank 5 reported: out of memory" in (_text(0.1, report="rank 5 reported: out of memory") or "")
+    assert "ranks [5] of group [4, 5] are gone" in (_text(3.0, dead=(5,)) or "")
