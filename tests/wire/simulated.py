@@ -1,0 +1,239 @@
+"""A GPU's driver played on the CPU: ranks are threads, addresses are real, copies and flags happen at once.
+
+It plays the part of :class:`fsdp_symm.memory.cuda_driver.CudaDriver` closely enough to run the whole copy-engine wire:
+waits really wait for another thread's flag (with a timeout), and captured work runs when its graph is launched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from fsdp_symm import compat
+from fsdp_symm.memory import stream_flags
+from fsdp_symm.memory.arena import Lease
+from fsdp_symm.memory.cuda_driver import Copies, MemOps
+from fsdp_symm.memory.device import DeviceSegment, _LastUse
+from fsdp_symm.memory.stream_flags import StreamFlags, control_nbytes
+from fsdp_symm.plan import Lane
+from fsdp_symm.wire import copy_engine
+from fsdp_symm.wire.device_sum import PieceSum
+from fsdp_symm.wire.reduce import reduce_chunks
+
+CPU = torch.device("cpu")
+WAIT_S = 20.0
+
+
+class FakeEvent:
+    """Reached at once: work happens when it is enqueued."""
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class FakeStream:
+    """A stream in which everything has happened already."""
+
+    count = 0
+
+    def __init__(self, device: Any = None) -> None:
+        FakeStream.count += 1
+        self.cuda_stream = FakeStream.count
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent()
+
+
+class SimulatedDriver:
+    """One rank's driver."""
+
+    def __init__(self) -> None:
+        self._recording: list[Callable[[], None]] | None = None
+        self._graphs: dict[int, list[Callable[[], None]]] = {}
+        self.launches = 0
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Run, or note down while capturing."""
+        if self._recording is None:
+            work()
+        else:
+            self._recording.append(work)
+
+    def mem_ops(self, ops: MemOps, stream: int) -> None:
+        rows = np.frombuffer(ctypes.string_at(ops.address.value or 0, 48 * ops.count), np.uint8).reshape(-1, 48)
+        assert self._recording is None, "numbers change from call to call"
+        for row in rows:
+            kind = int(row[:4].view(np.uint32)[0])
+            address, value = (int(row[at : at + 8].view(np.uint64)[0]) for at in (8, 16))
+            if kind == 1:
+                self._wait(address, value)
+            elif kind == 2:
+                ctypes.c_uint32.from_address(address).value = value
+            else:
+                ctypes.c_uint64.from_address(address).value = value
+
+    def _wait(self, address: int, value: int) -> None:
+        deadline = time.monotonic() + WAIT_S
+        word = ctypes.c_uint32.from_address(address)
+        while (word.value - value) & 0xFFFFFFFF >= 0x80000000:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"word {address:#x} is {word.value}, not {value}")
+            time.sleep(0)
+
+    def copy(self, copies: Copies, stream: int, *, capturing: bool = False) -> None:
+        assert capturing == (self._recording is not None), "a batch cannot be captured"
+        for target, source, nbytes in copies.flat:
+            self.do(lambda t=target, s=source, n=nbytes: ctypes.memmove(t, s, n))  # type: ignore[misc]
+        for block in copies.pitched:
+            for row in range(block.height):
+                target, source = block.target + row * block.target_pitch, block.source + row * block.source_pitch
+                self.do(lambda t=target, s=source, n=block.width: ctypes.memmove(t, s, n))  # type: ignore[misc]
+
+    def capture(self, stream: int, enqueue: Callable[[], None]) -> int:
+        self._recording = []
+        try:
+            enqueue()
+        finally:
+            recorded, self._recording = self._recording, None
+        self._graphs[len(self._graphs) + 1] = recorded
+        return len(self._graphs)
+
+    def launch(self, graph: int, stream: int) -> None:
+        self.launches += 1
+        for work in self._graphs[graph]:
+            work()
+
+    def forget(self, graph: int) -> None:
+        self._graphs[graph] = []
+
+
+class SimulatedSegment(DeviceSegment):
+    """A rank's memory, in reach of all ranks of the process."""
+
+    engine = "simulated"
+
+    def __init__(self, rank: int, memories: list[torch.Tensor], data_bytes: int) -> None:
+        self.ranks = tuple(range(len(memories)))
+        self.rank = rank
+        self.device = CPU
+        self.timeout_s = WAIT_S
+        self.driver: Any = SimulatedDriver()
+        self.peers = tuple(m.data_ptr() for m in memories)
+        self._pointer, self._data_bytes = self.peers[rank], data_bytes
+        self._uses: dict[int, _LastUse] = {}
+        self._alive = {}
+        self.flags = StreamFlags(self.driver, [p + data_bytes for p in self.peers], rank)
+        self.notices = None
+
+
+class Rank:
+    """Hands out the slots of one lane in turn, as an arena does."""
+
+    def __init__(self, segment: SimulatedSegment, lane: Lane, slots: int, slot_bytes: int) -> None:
+        self.segment, self.lane, self.slots, self.slot_bytes = segment, lane, slots, slot_bytes
+        self.wire = copy_engine.CopyEngineWire(segment)
+        self._leases: dict[int, Lease] = {}
+        self.calls = 0
+
+    def acquire(self, nbytes: int) -> tuple[torch.Tensor, Lease]:
+        index = self.calls % self.slots
+        if index in self._leases:
+            self.segment.before_reuse(self._leases[index], "t")
+        tensor, alive = self.segment.lease(index * self.slot_bytes, nbytes)
+        self.calls += 1
+        lease = Lease(self.lane, index, index, index * self.slot_bytes, nbytes, "t", self.calls, alive, self.calls)
+        self._leases[index] = lease
+        self.segment.acquired(index)
+        return tensor, lease
+
+
+def memories(world_size: int, data_bytes: int) -> list[torch.Tensor]:
+    """Every rank's slots and control block; slots poisoned, flags zero."""
+    made = []
+    for _ in range(world_size):
+        memory = torch.full((data_bytes + control_nbytes(world_size),), 0xFF, dtype=torch.uint8)
+        memory[data_bytes:] = 0
+        made.append(memory)
+    return made
+
+
+def install(monkeypatch: Any) -> None:
+    """Let the wire's modules see the simulated streams, and sums that read their output's address when they run."""
+    local = threading.local()
+
+    def current(device: torch.device) -> FakeStream:
+        if not hasattr(local, "stream"):
+            local.stream = FakeStream()
+        return local.stream
+
+    def launch(self: PieceSum, word: torch.Tensor, own: int, rows: int, start: int, nbytes: int, aligned: bool) -> None:
+        def add() -> None:
+            chunks = [compat.wrap_memory(rows + r * nbytes, nbytes, CPU)[0] for r in range(self.world_size - 1)]
+            chunks.insert(self.rank, compat.wrap_memory(own, nbytes, CPU)[0])
+            output = compat.wrap_memory(int(word[0]) + start, nbytes, CPU)[0].view(self.dtype)
+            reduce_chunks(output, [c.view(self.dtype) for c in chunks], torch.distributed.ReduceOp.SUM)
+            output.mul_(self.scale)
+
+        drivers[threading.get_ident()].do(add)
+
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", _nothing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: FakeStream())
+    monkeypatch.setattr(compat, "current_stream", current)
+    monkeypatch.setattr(PieceSum, "launch", launch)
+    monkeypatch.setattr(copy_engine, "watch", lambda call: None)
+    monkeypatch.setattr(stream_flags.torch.cuda, "Stream", FakeStream)
+
+
+drivers: dict[int, SimulatedDriver] = {}  # by thread, for kernels, which know no driver
+
+
+class _nothing:
+    def __init__(self, stream: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def run(world_size: int, data_bytes: int, program: Callable[[SimulatedSegment], None]) -> None:
+    """``program`` on every rank; the first error is raised here."""
+    shared = memories(world_size, data_bytes)
+    errors: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        try:
+            segment = SimulatedSegment(rank, shared, data_bytes)
+            drivers[threading.get_ident()] = segment.driver
+            program(segment)
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)

@@ -1,0 +1,137 @@
+"""The copy-engine wire on simulated GPUs: what it enqueues, in which order, and that replays do the same again."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("triton")
+
+from fsdp_symm.wire import pull_reduce, replays
+from fsdp_symm.wire.pulls import Block, PullPlan
+from fsdp_symm.wire.reduce import reduce_chunks
+from fsdp_symm.wire.replays import Replays
+from tests.wire.simulated import FakeStream, Rank, SimulatedSegment, install, run
+
+SLOT = 4096
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_pulls_are_right_when_slots_come_again_and_calls_are_replayed(monkeypatch: Any, world_size: int) -> None:
+    install(monkeypatch)
+
+    def program(segment: SimulatedSegment) -> None:
+        rank = segment.rank
+        ranks, rng = Rank(segment, "unshard", 2, SLOT), random.Random(rank)
+        peers = [p for p in range(world_size) if p != rank]
+        plans = [
+            PullPlan([Block(p, 0, 0, p * n, n) for p in peers], rank=rank, world_size=world_size) for n in (64, 1024)
+        ]
+        rows = [Block(p, 128, 0, p * 16, 16, rows=8, pitch=world_size * 16) for p in peers]
+        plans.append(PullPlan(rows, rank=rank, world_size=world_size))
+        targets = {n: torch.empty(n * world_size, dtype=torch.uint8) for n in (64, 1024, 128)}
+        for call in range(200):
+            kind = (call * 7) % 3
+            nbytes = (64, 1024, 128)[kind]
+            target = targets[nbytes].fill_(0xA5)
+            slot, lease = ranks.acquire(SLOT)
+            slot.fill_((31 * call + rank) % 251)
+            ranks.wire.pull(lease, ranks.calls, plans[kind], [target], what="t", async_op=False)
+            view = target.view(8, world_size, 16) if kind == 2 else target.view(1, world_size, nbytes)
+            for peer in range(world_size):
+                expected = 0xA5 if peer == rank else (31 * call + peer) % 251
+                assert view[:, peer].eq(expected).all(), f"call {call}, from rank {peer}"
+            if rng.random() < 0.05:
+                time.sleep(rng.random() * 0.002)
+        assert segment.driver.launches > 380, "a ready signal and the blocks of nearly every call are replayed"
+
+    run(world_size, 2 * SLOT, program)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("piece_bytes", [64, 256, 1 << 20])
+def test_reduce_scatters_sum_in_rank_order_into_whatever_output(
+    monkeypatch: Any, world_size: int, piece_bytes: int
+) -> None:
+    install(monkeypatch)
+    monkeypatch.setattr(pull_reduce, "PIECE_BYTES", piece_bytes)
+
+    def program(segment: SimulatedSegment) -> None:
+        rank, numel = segment.rank, 150
+        ranks = Rank(segment, "reduce_scatter", 1, SLOT)
+        kept = []
+        for call in range(12):
+            dtype = (torch.float32, torch.bfloat16)[call % 2]
+            generator = torch.Generator().manual_seed(call)
+            whole = torch.randn(world_size, world_size, numel, generator=generator).to(dtype)
+            slot, lease = ranks.acquire(world_size * numel * dtype.itemsize)
+            source = slot.view(dtype)
+            source.copy_(whole[rank].flatten())
+            output = torch.full((numel,), float("nan"), dtype=dtype)
+            kept.append(output)  # gradients live on: every call has another address
+            ranks.wire.reduce_scatter(output, source, dist.ReduceOp.SUM, lease, ranks.calls, module="m", async_op=False)
+            expected = torch.empty_like(output)
+            reduce_chunks(expected, [whole[r][rank] for r in range(world_size)], dist.ReduceOp.SUM)
+            assert torch.equal(output, expected), f"call {call}"
+
+    run(world_size, SLOT, program)
+
+
+def test_an_all_gather_leaves_its_own_chunk_alone(monkeypatch: Any) -> None:
+    install(monkeypatch)
+
+    def program(segment: SimulatedSegment) -> None:
+        ranks = Rank(segment, "all_gather", 2, SLOT)
+        for call in range(6):
+            slot, lease = ranks.acquire(3 * 256)
+            slot.fill_(0xEE)
+            slot[256 * segment.rank : 256 * (segment.rank + 1)] = 10 * call + segment.rank
+            ranks.wire.all_gather(slot, lease, ranks.calls, module="m", async_op=False)
+            assert slot.view(3, 256).eq(torch.tensor([[10 * call + r] for r in range(3)])).all()
+
+    run(3, 2 * SLOT, program)
+
+
+class CountingDriver:
+    """Counts what a replay costs."""
+
+    def __init__(self) -> None:
+        self.captured, self.launched, self.forgotten = 0, 0, []
+
+    def capture(self, stream: int, enqueue: Any) -> int:
+        enqueue()
+        self.captured += 1
+        return self.captured
+
+    def launch(self, graph: int, stream: int) -> None:
+        self.launched += 1
+
+    def forget(self, graph: int) -> None:
+        self.forgotten.append(graph)
+
+
+def test_a_call_is_captured_when_it_comes_again_and_never_when_it_does_not(monkeypatch: Any) -> None:
+    install(monkeypatch)
+    monkeypatch.setattr(replays, "_MAX_SEEN", 8)
+    monkeypatch.setattr(replays, "_MAX_GRAPHS", 2)
+    driver: Any = CountingDriver()
+    stream: Any = FakeStream()
+    cache, enqueued = Replays(driver, torch.device("cpu")), []
+    for once in range(100):
+        cache.run(("once", once), enqueued.append, stream)
+    assert (driver.captured, len(enqueued)) == (0, 100)
+    assert enqueued[0] is stream
+    for _ in range(5):
+        cache.run("again", enqueued.append, stream)
+    assert (driver.captured, driver.launched) == (1, 4)
+    assert enqueued[-1] is cache.building, "the second time it is captured on a stream of its own"
+    for key in ("b", "b", "c", "c"):
+        cache.run(key, enqueued.append, stream)
+    assert driver.forgotten == [1, 2], "a full cache starts anew"
+    cache.close()
+    assert driver.forgotten == [1, 2, 3]
