@@ -84,16 +84,21 @@ def annotate(name: str, **args: str | int) -> AbstractContextManager[object]:
 # --- storage ---------------------------------------------------------------------------------------------------------
 
 
-def wrap_memory(pointer: int, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Callable[[], object | None]]:
-    """``uint8 [nbytes]`` over somebody else's memory, and a call that answers ``None`` once its storage is gone.
+def raw_tensor(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """``uint8 [nbytes]`` over somebody else's memory.
 
     ``torch._C._construct_storage_from_data_pointer`` (2.13-2.15, used by torch's own CUDA-graph trees) asks the driver
-    nothing; ``torch.as_tensor`` would look the pointer up on every call. ``StorageWeakRef`` sees every view.
+    nothing; ``torch.as_tensor`` would look the pointer up on every call.
     """
     storage: Any = torch._C._construct_storage_from_data_pointer(pointer, device, nbytes)
     tensor = torch.empty(0, dtype=torch.uint8, device=device)
-    tensor.set_(storage, 0, (nbytes,))  # type: ignore[call-overload]  # pyright does not know this overload
-    reference = StorageWeakRef(storage)
+    return tensor.set_(storage, 0, (nbytes,))  # type: ignore[call-overload]  # pyright does not know this overload
+
+
+def wrap_memory(pointer: int, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Callable[[], object | None]]:
+    """:func:`raw_tensor`, and a call that answers ``None`` once its storage is gone; it sees every view."""
+    tensor = raw_tensor(pointer, nbytes, device)
+    reference = StorageWeakRef(tensor.untyped_storage())
     return tensor, lambda: None if reference.expired() else reference
 
 

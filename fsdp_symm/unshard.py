@@ -75,7 +75,7 @@ class _Layout:
     def in_slot(self, slot: int, device: torch.device) -> list[torch.Tensor]:
         """The shards' places in the slot at this address."""
         return [
-            compat.wrap_memory(slot + at, n * dtype.itemsize, device)[0].view(dtype)
+            compat.raw_tensor(slot + at, n * dtype.itemsize, device).view(dtype)
             for at, n, dtype in zip(self.offsets, self.numels, self.dtypes, strict=True)
         ]
 
@@ -84,7 +84,7 @@ class _Layout:
         rank, world_size = self.plan.rank, self.plan.world_size
         views = []
         for target, n, dtype, rows in zip(targets, self.numels, self.dtypes, self.rows, strict=True):
-            whole = compat.wrap_memory(target, n * dtype.itemsize * world_size, device)[0].view(dtype)
+            whole = compat.raw_tensor(target, n * dtype.itemsize * world_size, device).view(dtype)
             views.append(whole.view(rows, world_size, n // rows)[:, rank])
         return views
 

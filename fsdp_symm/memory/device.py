@@ -88,7 +88,7 @@ class DeviceSegment:
         self.driver: CudaDriver = cuda_driver()
         with torch.cuda.device(device):
             self._pointer, self.peers = self._open()
-            control = compat.wrap_memory(self._pointer + self._control_at, self.nbytes - self._control_at, device)[0]
+            control = compat.raw_tensor(self._pointer + self._control_at, self.nbytes - self._control_at, device)
             control.zero_()
             torch.cuda.synchronize(device)
         self._tell(None)  # every rank's flags are zero before any peer writes one
@@ -149,7 +149,7 @@ class DeviceSegment:
         For a watchdog, while streams are stuck: on a stream of its own, into memory pinned beforehand, since a new
         allocation could wait for the device.
         """
-        control = compat.wrap_memory(self._pointer + self._control_at, self.nbytes - self._control_at, self.device)[0]
+        control = compat.raw_tensor(self._pointer + self._control_at, self.nbytes - self._control_at, self.device)
         with torch.cuda.stream(self._mirror_stream):
             self._mirror.copy_(control.view(torch.int32), non_blocking=True)
             event = self._mirror_stream.record_event()

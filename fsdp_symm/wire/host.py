@@ -224,7 +224,7 @@ class HostWire:
         def run() -> None:
             # Fresh tensors over the same bytes, made on the thread that writes them: neither version counters nor
             # the caller's inference mode are in the way.
-            raw = [compat.wrap_memory(address, size, _CPU)[0] for address, size in places]
+            raw = [compat.raw_tensor(address, size, _CPU) for address, size in places]
             self._guarded(what, lambda: self._pull(plan, raw, lease, epoch, what))
             _ = keep  # a queued call keeps them
 

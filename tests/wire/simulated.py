@@ -183,9 +183,9 @@ def install(monkeypatch: Any) -> None:
 
     def launch(self: PieceSum, word: torch.Tensor, own: int, rows: int, start: int, nbytes: int, aligned: bool) -> None:
         def add() -> None:
-            chunks = [compat.wrap_memory(rows + r * nbytes, nbytes, CPU)[0] for r in range(self.world_size - 1)]
-            chunks.insert(self.rank, compat.wrap_memory(own, nbytes, CPU)[0])
-            output = compat.wrap_memory(int(word[0]) + start, nbytes, CPU)[0].view(self.dtype)
+            chunks = [compat.raw_tensor(rows + r * nbytes, nbytes, CPU) for r in range(self.world_size - 1)]
+            chunks.insert(self.rank, compat.raw_tensor(own, nbytes, CPU))
+            output = compat.raw_tensor(int(word[0]) + start, nbytes, CPU).view(self.dtype)
             reduce_chunks(output, [c.view(self.dtype) for c in chunks], torch.distributed.ReduceOp.SUM)
             output.mul_(self.scale)
 
