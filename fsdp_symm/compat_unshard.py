@@ -30,6 +30,11 @@ class Unsharder(Protocol):
         """Start filling the unsharded parameters: the event or work that ends it, or ``None`` for the plain path."""
         ...
 
+    @property
+    def holds_memory(self) -> bool:
+        """Whether the unsharded parameters' storages are allocated."""
+        ...
+
     def resharded(self) -> None:
         """The unsharded parameters' storages were freed, by host order; kernels that read them may still run."""
         ...
@@ -81,10 +86,15 @@ class DirectParamGroup(_groups.FSDPParamGroup):
         self._all_gather_result = None
 
     def _to_sharded(self) -> None:
-        abandoned = self.is_sharded  # an unshard that nobody waited for leaves its storages behind
+        result, sharded = self._all_gather_result, self.is_sharded
+        if isinstance(result, _DirectResult):
+            if sharded:
+                return  # as FSDP2 does: the parameters are sharded already, and the pending unshard stays good
+            _await(self, result)
+            self._all_gather_result = None
         super()._to_sharded()
-        if abandoned:
-            self._free_storages()
+        if sharded and self.fsdp_symm_unsharder.holds_memory:
+            self._free_storages()  # of an unshard that nobody waited for
         self.fsdp_symm_unsharder.resharded()
 
     def _to_sharded_post_forward(self) -> None:

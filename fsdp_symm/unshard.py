@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,8 +140,9 @@ class DirectUnshard:
             if layout.nbytes == 0:
                 return self._plain("it has no bytes")
             slot, lease = arena.acquire_lease("unshard", layout.nbytes, owner=self._group.label)
-            targets = self._take(layout, streams[0])
-            self._copy_in(layout, slot, targets, inputs)
+            with _peers_told(arena):
+                targets = self._take(layout, streams[0])
+                self._copy_in(layout, slot, targets, inputs)
         with _on(streams[1]), self._range(arena, layout):
             if streams[1] != streams[0] and arena.device.type != "cpu":
                 streams[1].wait_stream(streams[0])
@@ -200,6 +201,11 @@ class DirectUnshard:
             shard.copy_(tensor, non_blocking=True)
             place.copy_(shard.view(place.shape))
 
+    @property
+    def holds_memory(self) -> bool:
+        """Whether the parameters have a place now."""
+        return self._place is not None
+
     def resharded(self) -> None:
         """The parameters' storages are free again, once what runs now on the current stream has read them."""
         place, self._place = self._place, None
@@ -235,6 +241,16 @@ class DirectUnshard:
             self._warned.add(reason)
             warnings.warn(text, SymmMemFallbackWarning, stacklevel=3)
         self._counters.add("all_gather", "plain", 0)
+
+
+@contextlib.contextmanager
+def _peers_told(arena: SymmMemArena) -> Iterator[None]:
+    """An error between a slot and its call (out of memory, Ctrl-C) must not leave the peers waiting for this rank."""
+    try:
+        yield
+    except BaseException as error:
+        arena.segment.fail(repr(error))
+        raise
 
 
 def _on(stream: Any) -> contextlib.AbstractContextManager[object]:

@@ -204,6 +204,53 @@ def test_prefetch_lists_out_of_execution_order(ranks2: Ranks, depth: int, slots:
     assert found == slots, "the plan replays the lists"
 
 
+def _resharded_while_pending() -> None:
+    plain, model = build(Options(blocks=3)), build(Options(blocks=3))
+    with set_symm_mem_for_comm(model, strict=True, slots=5):
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, model)]
+        for step in range(4):
+            losses = []
+            for m, optimizer in zip((plain, model), optimizers, strict=True):
+                waiting = [m.blocks[i].unshard(async_op=True) for i in (0, 2)]
+                m.blocks[0].reshard()  # before anybody waited: FSDP2 keeps the pending unshard
+                if step % 2:
+                    waiting[0].wait()
+                    m.blocks[0].reshard()
+                losses.append(train_step(m, optimizer, step, Options()))
+                optimizer.zero_grad()
+            assert losses[0] == losses[1], f"step {step}"
+
+
+def test_resharding_while_an_unshard_is_pending(ranks2: Ranks) -> None:
+    ranks2.run(_resharded_while_pending)
+
+
+def _out_of_memory() -> None:
+    from fsdp_symm import compat_unshard
+
+    model = build(Options(blocks=2))
+    set_symm_mem_for_comm(model, strict=True, timeout_s=60)
+    if dist.get_rank() == 1:
+        full = compat_unshard.allocate_outputs
+
+        def fail(*arguments: Any) -> Any:
+            raise MemoryError("no room for a layer")
+
+        compat_unshard.allocate_outputs = fail
+        try:
+            model(batch(0))
+        finally:
+            compat_unshard.allocate_outputs = full
+    model(batch(0))
+
+
+def test_a_rank_without_memory_for_a_layer_is_quoted_by_its_peers(ranks2: Ranks) -> None:
+    first, second = ranks2.failures(_out_of_memory)
+    assert second.kind == "MemoryError"
+    assert first.kind == "SymmMemPeerError"
+    assert "rank 1 reported: MemoryError('no room for a layer')" in first.text
+
+
 def _unfrozen(strict: bool) -> Any:
     model = build(Options())
     model.blocks[1].requires_grad_(False)
