@@ -30,10 +30,6 @@ SLOT_ALIGNMENT_BYTES = 4096
 Lane = Literal["unshard", "all_gather", "reduce_scatter", "dispatch", "combine"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 
-# From this many bytes of one rank's chunk on, between two ranks, copy engines and a local sum reduce faster than NCCL's
-# symmetric kernel: measured in profiles/reduce_scatter_w2.csv. Larger groups were not measured to gain.
-REDUCE_BY_PULLS_FROM_BYTES = 64 << 20
-
 # Shards of one slot start on these boundaries: copy engines are fastest on whole 256-byte lines.
 SHARD_ALIGNMENT_BYTES = 256
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fsdp_symm import guards
 from fsdp_symm.compat import ROLES
 from fsdp_symm.memory.nccl_library import peer_addresses_known
-from fsdp_symm.plan import LANES, REDUCE_BY_PULLS_FROM_BYTES, GroupPlan, Lane
+from fsdp_symm.plan import LANES, GroupPlan, Lane
 
 # Conditions that concern NCCL's all-gathers on copy engines and nothing else.
 _STAGED_ONLY = ("policy_not_zero", "policy_differs", "two_rank_nvls_hang", "nccl_no_copy_engine")
@@ -83,10 +83,6 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
     engines["unshard"] = _PLACED
     if staged is None and reduce_scatter == "copy_engine":
         engines["reduce_scatter"] = _PULLED
-    elif staged is None and reduce_scatter == "auto" and facts.world_size == 2:
-        limit = REDUCE_BY_PULLS_FROM_BYTES >> 20
-        text = f"{_PULLED[1]} from {limit} MiB a rank on; below that a {engines['reduce_scatter'][0]}"
-        engines["reduce_scatter"] = ("copy engine", text)
     return Verdict(
         engines=engines,
         blocked="\n".join(blocks) or None,

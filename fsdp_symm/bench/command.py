@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fsdp_symm.bench import schema, tables, way_tables
+from fsdp_symm.bench import expert_tables, schema, tables, way_tables
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--tokens", type=int, default=4096, help="tokens a rank, a multiple of 1024 (default 4096)")
     step.add_argument("--steps", type=int, default=10, help="timed steps of each variant (default 10)")
     step.add_argument("--profiled-steps", type=int, default=5, help="profiled steps of each variant (default 5)")
+    step.add_argument(
+        "--alive",
+        type=int,
+        default=4,
+        help="variants alive at once, torch's switch and the floor included: fewer take less memory (default 4)",
+    )
     step.add_argument("--traces", type=Path, default=None, metavar="DIR", help="keep a trace of each variant")
+    _add_experts(kinds.add_parser("experts", help="expert parallelism: dispatch, combine, forward and backward"))
     renew = kinds.add_parser("tables", help="renew the README's tables from the CSVs in profiles/")
     renew.add_argument("--root", type=Path, default=Path("."), help="the repository (default: this folder)")
     renew.add_argument("--check", action="store_true", help="change nothing; exit 1 if a table is out of date")
@@ -48,6 +55,19 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traces", type=Path, default=None, metavar="DIR", help="keep the profile of each size")
 
 
+def _add_experts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--csv", type=Path, required=True, metavar="FILE", help="where the rows go")
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is a GPU")
+    parser.add_argument(
+        "--experts", default="8x2,64x6,128x8,256x8", help="EXPERTSxTOPK, comma-separated (default %(default)s)"
+    )
+    parser.add_argument("--tokens", default="4096", help="tokens of a rank, comma-separated (default %(default)s)")
+    parser.add_argument("--hidden", default="2048", help="widths, comma-separated (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds in which all take turns (default 5)")
+    parser.add_argument("--traces", type=Path, default=None, metavar="DIR", help="keep the profile of each line")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the chosen benchmark."""
     if args.bench == "tables":
@@ -56,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         "fsdp-step": _fsdp_step,
         "unshard": _unshard,
         "reduce-scatter": _reduce_scatter,
+        "experts": _experts,
     }
     if args.bench not in gpu:
         return _run_host(args)
@@ -78,7 +99,7 @@ def _fsdp_step(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str
     widths = _step_widths(args)
     from fsdp_symm.bench.fsdp_step import StepBench, measure
 
-    bench = StepBench(args.ranks, widths, args.tokens, args.steps, args.traces, args.profiled_steps)
+    bench = StepBench(args.ranks, widths, args.tokens, args.steps, args.traces, args.profiled_steps, args.alive)
     lines = measure(bench, _command(args))
     return lines, [way_tables.step_table(lines)]
 
@@ -97,6 +118,57 @@ def _reduce_scatter(args: argparse.Namespace) -> tuple[list[dict[str, Any]], lis
 
     lines = measure(ReduceBench(args.ranks, mib, pieces, _command(args), args.traces))
     return lines, [way_tables.reduce_table(lines), way_tables.pieces_table(lines)]
+
+
+def _experts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    pairs = _expert_pairs(args)
+    tokens, hidden = _counts(args, "tokens", 1, 4096), _counts(args, "hidden", 8, 2048)
+    if not 3 <= args.rounds <= 100:
+        raise argparse.ArgumentTypeError(f"--rounds: found {args.rounds}, expected 3 to 100, fix: --rounds 5")
+    import torch
+
+    from fsdp_symm.bench.experts import ExpertsBench, measure
+
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    lines = measure(
+        ExpertsBench(args.ranks, pairs, tokens, hidden, _command(args), args.traces, args.rounds, args.device)
+    )
+    return lines, [expert_tables.experts_table(lines), expert_tables.experts_costs_table(lines)]
+
+
+def _expert_pairs(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
+    """The (experts, top-k) pairs.
+
+    Raises:
+        argparse.ArgumentTypeError: a number that the benchmark cannot use; one line.
+    """
+    if args.ranks < 2:
+        raise argparse.ArgumentTypeError(f"--ranks: found {args.ranks}, expected at least 2, fix: --ranks 2")
+    matches = [re.fullmatch(r"(\d+)x(\d+)", item) for item in args.experts.split(",")]
+    pairs = tuple((int(m[1]), int(m[2])) for m in matches if m)
+    good = all(1 <= k <= e <= 4096 and e % args.ranks == 0 for e, k in pairs)
+    if len(set(pairs)) != len(matches) or not good:
+        raise argparse.ArgumentTypeError(
+            f"--experts: found {args.experts}, expected different EXPERTSxTOPK with experts that {args.ranks} ranks "
+            f"divide, fix: --experts {4 * args.ranks}x2"
+        )
+    return pairs
+
+
+def _counts(args: argparse.Namespace, option: str, step: int, usual: int) -> tuple[int, ...]:
+    """The whole numbers of a comma-separated option.
+
+    Raises:
+        argparse.ArgumentTypeError: no number, or not a multiple of ``step``; one line.
+    """
+    text = getattr(args, option)
+    items = text.split(",")
+    numbers = tuple(int(item) for item in items if re.fullmatch(r"\d{1,6}", item))
+    if len(set(numbers)) != len(items) or any(n < 1 or n % step for n in numbers):
+        raise argparse.ArgumentTypeError(
+            f"--{option}: found {text}, expected different multiples of {step}, fix: --{option} {usual}"
+        )
+    return numbers
 
 
 def _sizes(args: argparse.Namespace, option: str) -> tuple[float, ...]:
@@ -133,6 +205,8 @@ def _step_widths(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
         raise argparse.ArgumentTypeError(
             f"--profiled-steps: found {args.profiled_steps}, expected 1 to 50, fix: --profiled-steps 5"
         )
+    if args.alive < 3:
+        raise argparse.ArgumentTypeError(f"--alive: found {args.alive}, expected at least 3, fix: --alive 4")
     if args.tokens < 1024 or args.tokens % 1024:
         raise argparse.ArgumentTypeError(
             f"--tokens: found {args.tokens}, expected a multiple of 1024, fix: --tokens 4096"

@@ -2,11 +2,20 @@
 
 Ours comes in three ways: staged all-gathers, direct placement, and direct placement with reduce-scatters by pulls.
 
-All variants live in one process per rank and their steps alternate, so that clocks and neighbours hit them alike.
-Losses of our variants are compared with plain FSDP2's before anything is timed: digit by digit on two
-ranks, where the order of a sum makes no difference. Times are a step's wall time on the slowest rank, and a variant's
-tax is what its step takes beyond the floor's step of the same round. Communication figures are a step's, from several
-profiled steps of rank 0 (:mod:`fsdp_symm.bench.step_trace`).
+Variants live in one process per rank and their steps alternate, so that clocks and neighbours hit them alike. Each
+holds masters and optimizer states, and its streams' pools of the caching allocator: six of them at once on each of four
+ranks that share a GPU do not fit at width 4096. They are therefore measured in groups of a few that are alive
+together, each with torch's own switch and the floor in it. A tax is what a variant's step takes beyond the floor's step
+of the same round, and a ratio is to native's tax of the same group: neither ever compares two groups. Smaller optimizer
+states would have been the other way, but then the step would not be one of training.
+
+Losses of the first steps are compared before anything is timed. Plain FSDP2 runs twice: where it repeats its own losses
+digit by digit, and a sum over ranks has only one order (two ranks), ours must have the same digits; else all must agree
+within 1e-4, and the line says why.
+
+Times are a step's wall time on the slowest rank. Host times are of FSDP2's own functions, taken from outside
+(:mod:`fsdp_symm.bench.step_host`). Communication figures are a step's, from several profiled steps of rank 0
+(:mod:`fsdp_symm.bench.step_trace`).
 
 Legend: W ranks, D model width, L blocks, T tokens a rank.
 """
@@ -14,37 +23,29 @@ Legend: W ranks, D model width, L blocks, T tokens a rank.
 from __future__ import annotations
 
 import contextlib
+import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as functional
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from fsdp_symm import SymmMemHandle, compat, compat_unshard, set_symm_mem_for_comm
 from fsdp_symm.bench import schema
 from fsdp_symm.bench.launch import World, need_gpu, run_ranks, synchronize
+from fsdp_symm.bench.step_host import host_times
+from fsdp_symm.bench.step_model import OURS, VARIANTS, Program, block_bytes, build
 from fsdp_symm.bench.step_trace import StepTrace, judge_trace, read_steps
 
-__all__ = ["OURS", "VARIANTS", "StepBench", "judge_trace", "measure", "taxes", "wrong_losses"]
+__all__ = ["OURS", "VARIANTS", "StepBench", "groups_of", "judge_trace", "measure", "taxes", "wrong_losses"]
 
-# our variants and the arguments of the switch
-OURS: dict[str, dict[str, Any]] = {
-    "staged": {"all_gather": "staged", "reduce_scatter": "nccl"},
-    "direct": {"all_gather": "direct", "reduce_scatter": "nccl"},
-    "direct+pulls": {"all_gather": "direct", "reduce_scatter": "copy_engine"},
-}
-VARIANTS = ("plain", "native", *OURS, "floor")
 _WARM_STEPS = 3
 _HOST_STEPS = 2
+_TOLERANCE = 1e-4
+_ANCHORS = ("native", "floor")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class StepBench:
         steps: timed steps of each variant.
         traces: folder for one gzipped trace of one step a variant and width, ``None`` for none.
         profiled_steps: steps of each variant that are profiled.
+        alive: variants that are alive at once, native and floor included; at least 3.
         device_type: ``"cpu"`` runs the same code over gloo and shared memory, to try it; there is no ``native`` then.
     """
 
@@ -67,128 +69,68 @@ class StepBench:
     steps: int = 12
     traces: Path | None = None
     profiled_steps: int = 5
+    alive: int = 4
     device_type: str = "cuda"
 
 
-class LlamaBlock(nn.Module):
-    """Attention and SwiGLU with Llama's shapes: head size 128, hidden size 3.5 D rounded to 256."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        hidden = -(-int(3.5 * width) // 256) * 256
-        self.heads = width // 128
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [B, S, D]`` to the same shape."""
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, 128).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        y = self.norm2(x)
-        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+def groups_of(variants: Sequence[str], alive: int) -> list[tuple[str, ...]]:
+    """Which variants are alive together: native and floor always, the others in turns, plain in the first group."""
+    anchors = [v for v in variants if v in _ANCHORS]
+    others = [v for v in variants if v not in _ANCHORS]
+    room = max(alive - len(anchors), 1)
+    parts = [others[first : first + room] for first in range(0, len(others), room)]
+    return [tuple(v for v in variants if v in anchors or v in part) for part in parts]
 
 
-class NoGather(compat.AllGather):
-    """The floor: allocates like FSDP2's default and moves nothing."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Zeros, so that the arithmetic that follows stays finite."""
-        return torch.zeros(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
-        """Nothing."""
+# --- losses ------------------------------------------------------------------------------------------------
 
 
-class NoReduce(compat.ReduceScatter):
-    """The floor of a reduce-scatter."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Ordinary memory."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
-        """The own chunk, unreduced."""
-        numel = output_tensor.numel()
-        output_tensor.copy_(input_tensor.narrow(0, group.rank() * numel, numel))
-
-
-@dataclass
-class _Program:
-    """One variant, ready to step."""
-
-    model: nn.Module
-    step: Callable[[], torch.Tensor]
-    handle: SymmMemHandle | None
-    peak_bytes: int = 0
-
-    @property
-    def symmetric_bytes(self) -> int:
-        return self.handle.stats().arena_bytes if self.handle else 0
-
-
-def _build(variant: str, width: int, blocks: int, tokens: int, device: torch.device) -> _Program:
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*[LlamaBlock(width) for _ in range(blocks)]).to(device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for block in model:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    handle = None
-    if variant in OURS:
-        handle = set_symm_mem_for_comm(model, strict=True, **OURS[variant])
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and variant == "native":
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_symm_mem_for_comm()
-        if isinstance(module, FSDPModule) and variant == "floor" and compat.owns_parameters(module):
-            module.set_custom_all_gather(NoGather())
-            module.set_custom_reduce_scatter(NoReduce())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    torch.manual_seed(100 + dist.get_rank())
-    x = torch.randn(tokens // 1024, 1024, width, device=device, dtype=torch.bfloat16)
-
-    def step() -> torch.Tensor:
-        loss = model(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return _Program(model, step, handle)
-
-
-def wrong_losses(losses: Mapping[str, Sequence[float]], world_size: int) -> str | None:
-    """The first loss that differs from plain FSDP2's, or ``None``: ours on two ranks by a digit, others by more."""
+def wrong_losses(losses: Mapping[str, Sequence[float]], plain: Sequence[float], *, every_digit: bool) -> str | None:
+    """The first loss that differs from plain FSDP2's, or ``None``: ours by a digit if it may not, others by more."""
     for variant in (v for v in losses if v not in ("plain", "floor")):
-        for step, (mine, plain) in enumerate(zip(losses[variant], losses["plain"], strict=True)):
-            every_digit = world_size == 2 and variant in OURS
-            if not (mine == plain if every_digit else abs(mine - plain) <= 1e-4 * abs(plain)):
-                limit = "every digit" if every_digit else "within 1e-4"
-                return f"{variant}, step {step}: loss {mine!r} against {plain!r}, expected the same {limit}"
+        exact = every_digit and variant in OURS
+        for step, (mine, theirs) in enumerate(zip(losses[variant], plain, strict=True)):
+            if not (mine == theirs if exact else abs(mine - theirs) <= _TOLERANCE * abs(theirs)):
+                limit = "every digit" if exact else f"within {_TOLERANCE:g}"
+                return f"{variant}, step {step}: loss {mine!r} against {theirs!r}, expected the same {limit}"
     return None
 
 
-def _start_all(world: World, bench: StepBench, width: int, blocks: int) -> tuple[dict[str, _Program], dict[str, Any]]:
-    """Build and warm every variant; also their losses, compared."""
-    programs: dict[str, _Program] = {}
-    losses: dict[str, list[float]] = {}
-    for variant in VARIANTS:
-        if variant == "native" and not world.on_gpu:
-            continue
-        before = _allocated(world)
-        program = programs[variant] = _build(variant, width, blocks, bench.tokens, world.device)
-        with _deterministic():
-            losses[variant] = [float(program.step()) for _ in range(_WARM_STEPS)]
-        program.peak_bytes = _peak(world) - before
-    world.agree_that(wrong_losses(losses, world.size), f"fsdp-step d{width}")
-    return programs, {variant: "; ".join(map(repr, some)) for variant, some in losses.items()}
+@dataclass(frozen=True)
+class Plain:
+    """What plain FSDP2 loses in its first steps, twice: the same program built and run again, by itself."""
+
+    losses: list[float]
+    again: list[float]
+    repeats: bool  # on every rank
+
+    @staticmethod
+    def measured(world: World, bench: StepBench, width: int, blocks: int) -> Plain:
+        """Build it twice, one after the other."""
+        runs = []
+        for _ in range(2):
+            programs, losses = _start(world, bench, width, blocks, ["plain"])
+            runs.append(losses["plain"])
+            _release(world, programs)
+        (differs,) = world.slowest([float(runs[0] != runs[1])])
+        return Plain(runs[0], runs[1], not differs)
+
+    def rule(self, world_size: int) -> tuple[bool, str]:
+        """Whether ours must have the same digits, and the rule in words."""
+        if world_size > 2:
+            return False, f"{_TOLERANCE:g}: a sum over {world_size} ranks has no fixed order"
+        if not self.repeats:
+            return False, f"{_TOLERANCE:g}: plain FSDP2 does not repeat its own ({_text(self.again)} again)"
+        return True, "every digit"
+
+
+def _text(losses: Sequence[float]) -> str:
+    return "; ".join(map(repr, losses))
+
+
+def _first_losses(program: Program) -> list[float]:
+    with _deterministic():
+        return [float(program.step()) for _ in range(_WARM_STEPS)]
 
 
 @contextlib.contextmanager
@@ -216,7 +158,35 @@ def _peak(world: World) -> int:
     return torch.cuda.max_memory_allocated() if world.on_gpu else 0
 
 
-def _time_all(world: World, programs: dict[str, _Program], steps: int) -> dict[str, list[float]]:
+# --- one group ---------------------------------------------------------------------------------------------
+
+
+def _start(
+    world: World, bench: StepBench, width: int, blocks: int, variants: Sequence[str]
+) -> tuple[dict[str, Program], dict[str, list[float]]]:
+    """Build and warm some variants; also their losses."""
+    programs: dict[str, Program] = {}
+    losses: dict[str, list[float]] = {}
+    for variant in variants:
+        before = _allocated(world)
+        program = programs[variant] = build(variant, width, blocks, bench.tokens, world.device)
+        losses[variant] = _first_losses(program)
+        program.peak_bytes = _peak(world) - before
+    return programs, losses
+
+
+def _release(world: World, programs: dict[str, Program]) -> None:
+    """Give their memory back, also what the allocator keeps."""
+    world.meet()
+    for handle in [program.handle for program in programs.values() if program.handle is not None]:
+        handle.close()
+    programs.clear()
+    gc.collect()  # modules and their hooks are cycles
+    if world.on_gpu:
+        torch.cuda.empty_cache()
+
+
+def _time_all(world: World, programs: dict[str, Program], steps: int) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {variant: [] for variant in programs}
     for _ in range(steps):
         for variant, program in programs.items():
@@ -241,112 +211,63 @@ def taxes(samples: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _profile(world: World, program: _Program, steps: int, path: Path) -> StepTrace | None:
+def _profile(world: World, program: Program, steps: int, path: Path) -> StepTrace | None:
     """Profile some steps into ``path``; judged on rank 0."""
     kinds = torch.profiler.ProfilerActivity
     activities = [kinds.CPU, kinds.CUDA] if world.on_gpu else [kinds.CPU]
     world.meet()
     if world.rank != 0:
-        _steps(program, steps)
+        program.run(steps)
         return None
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
-        _steps(program, steps)
+        program.run(steps)
     profiler.export_chrome_trace(str(path))
     return read_steps(path, steps)
 
 
-def _steps(program: _Program, steps: int) -> None:
-    for _ in range(steps):
-        program.step()
-    synchronize(next(program.model.parameters()).device)
-
-
-class _Timed:
-    """A comm whose host time is noted: ``allocate`` and the call, without the GPU and without a profiler."""
-
-    def __init__(self, inner: Any, samples_us: list[float]) -> None:
-        self._inner = inner
-        self._samples_us = samples_us
-        self._spent_us = 0.0
-
-    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the comm's."""
-        start = time.perf_counter()
-        tensor = self._inner.allocate(*args, **kwargs)
-        self._spent_us += (time.perf_counter() - start) * 1e6
-        return tensor
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the comm's."""
-        start = time.perf_counter()
-        work = self._inner(*args, **kwargs)
-        self._samples_us.append(self._spent_us + (time.perf_counter() - start) * 1e6)
-        self._spent_us = 0.0
-        return work
-
-
-class _TimedUnsharder:
-    """The same for direct placement, which stands for the comm *and* for copying shards in and allocating outputs."""
-
-    def __init__(self, inner: compat_unshard.Unsharder, samples_us: list[float]) -> None:
-        self.inner = inner
-        self._samples_us = samples_us
-
-    def begin(self, streams: tuple[Any, Any], async_op: bool) -> tuple[Any, dist.Work | None] | None:
-        """As the inner one's."""
-        start = time.perf_counter()
-        begun = self.inner.begin(streams, async_op)
-        self._samples_us.append((time.perf_counter() - start) * 1e6)
-        return begun
-
-    def resharded(self) -> None:
-        """As the inner one's."""
-        self.inner.resharded()
-
-
-def _host_us(program: _Program) -> dict[str, float]:
-    """Median host microseconds of one collective of each role."""
-    samples: dict[compat.Role, list[float]] = {role: [] for role in compat.ROLES}
-    undo: list[Callable[[], None]] = []
-    for group in compat.param_groups(program.model):
-        direct: Any = getattr(group.native, "fsdp_symm_unsharder", None)
-        if direct is not None:
-            compat_unshard.install(group, _TimedUnsharder(direct, samples["all_gather"]))
-            undo.append(lambda group=group, direct=direct: compat_unshard.install(group, direct))
-        for role in compat.ROLES:
-            comm = compat.get_comm(group, role)
-            compat.set_comm(group, role, _Timed(comm, samples[role]))
-            undo.append(lambda group=group, role=role, comm=comm: compat.set_comm(group, role, comm))
-    _steps(program, _HOST_STEPS)
-    for restore in undo:
-        restore()
-    return {f"host_{role}_us": round(statistics.median(values), 1) for role, values in samples.items() if values}
+def _host_columns(program: Program) -> dict[str, Any]:
+    with host_times(program.model) as times:
+        program.run(_HOST_STEPS)
+    return times.columns()
 
 
 def _measure(world: World, bench: StepBench, width: int, blocks: int, command: str) -> list[dict[str, Any]]:
-    programs, losses = _start_all(world, bench, width, blocks)
-    samples = _time_all(world, programs, bench.steps)
-    tax, facts = taxes(samples), world.facts(command)
-    hosts = {variant: _host_us(program) for variant, program in programs.items()}
-    traces = _profile_all(world, bench, width, programs)
+    plain = Plain.measured(world, bench, width, blocks)
+    variants = [v for v in VARIANTS if v != "native" or world.on_gpu]
     lines = []
-    for variant, program in programs.items():
-        line: dict[str, Any] = {"name": f"fsdp_step_d{width}_l{blocks}", "variant": variant, "ranks": world.size}
-        line |= {"bytes": _block_bytes(width) // world.size, "dtype": "bfloat16/float32"}
-        line |= schema.summarize(samples[variant]) | facts | tax[variant] | hosts[variant]
-        if traces:
-            line |= traces[variant].figures | traces[variant].against(traces["floor"])
-        line |= {"peak_bytes": program.peak_bytes, "symmetric_bytes": program.symmetric_bytes}
-        lines.append(line | {"losses": losses[variant]})
-        world.say(f"{line['name']} {variant}: {line['median_us'] / 1e3:.1f} ms, losses {losses[variant]}")
-    world.meet()
-    for program in programs.values():
-        if program.handle is not None:
-            program.handle.close()
+    for number, group in enumerate(groups_of(variants, bench.alive), start=1):
+        programs, losses = _start(world, bench, width, blocks, group)
+        every_digit, rule = plain.rule(world.size)
+        world.agree_that(wrong_losses(losses, plain.losses, every_digit=every_digit), f"fsdp-step d{width}")
+        for line in _measure_group(world, bench, width, programs, number):
+            about = {"name": f"fsdp_step_d{width}_l{blocks}", "ranks": world.size, "group": number}
+            line |= about | world.facts(command) | {"losses": _text(losses[line["variant"]]), "losses_within": rule}
+            lines.append(line)
+            world.say(f"{line['name']} {line['variant']}: {line['median_us'] / 1e3:.1f} ms, losses {line['losses']}")
+        _release(world, programs)
     return lines
 
 
-def _profile_all(world: World, bench: StepBench, width: int, programs: dict[str, _Program]) -> dict[str, StepTrace]:
+def _measure_group(
+    world: World, bench: StepBench, width: int, programs: dict[str, Program], number: int
+) -> list[dict[str, Any]]:
+    samples = _time_all(world, programs, bench.steps)
+    tax = taxes(samples)
+    hosts = {variant: _host_columns(program) for variant, program in programs.items()}
+    traces = _profile_all(world, bench, width, programs, number)
+    lines = []
+    for variant, program in programs.items():
+        line: dict[str, Any] = {"variant": variant, "bytes": block_bytes(width) // world.size}
+        line |= {"dtype": "bfloat16/float32"} | schema.summarize(samples[variant]) | tax[variant] | hosts[variant]
+        if traces:
+            line |= traces[variant].figures | traces[variant].against(traces["floor"])
+        lines.append(line | {"peak_bytes": program.peak_bytes, "symmetric_bytes": program.symmetric_bytes})
+    return lines
+
+
+def _profile_all(
+    world: World, bench: StepBench, width: int, programs: dict[str, Program], number: int
+) -> dict[str, StepTrace]:
     """Rank 0's judged traces; one step more of each is kept where traces are wanted. Nothing on the other ranks."""
     found: dict[str, StepTrace] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -354,15 +275,10 @@ def _profile_all(world: World, bench: StepBench, width: int, programs: dict[str,
             trace = _profile(world, program, bench.profiled_steps, Path(scratch) / "trace.json.gz")
             if trace is not None:
                 found[variant] = trace
-            if bench.traces is not None:
+            if bench.traces is not None and (number == 1 or variant not in _ANCHORS):
                 bench.traces.mkdir(parents=True, exist_ok=True)
                 _profile(world, program, 1, bench.traces / f"fsdp_step_{variant}_w{world.size}_d{width}.json.gz")
     return found
-
-
-def _block_bytes(width: int) -> int:
-    hidden = -(-int(3.5 * width) // 256) * 256
-    return 2 * (4 * width * width + 3 * width * hidden + 2 * width)
 
 
 def measure_ranks(world: World, argument: tuple[StepBench, str]) -> list[dict[str, Any]]:
@@ -372,8 +288,6 @@ def measure_ranks(world: World, argument: tuple[StepBench, str]) -> list[dict[st
     lines: list[dict[str, Any]] = []
     for width, blocks in bench.widths:
         lines += _measure(world, bench, width, blocks, command)
-        if world.on_gpu:
-            torch.cuda.empty_cache()
     return lines
 
 

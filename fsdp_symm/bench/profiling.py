@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from fsdp_symm.trace.load import load_trace
 from fsdp_symm.trace.model import DeviceRow, Trace
 
 _CALLS = 3
+_TO_HOST = re.compile(r"DtoH|DeviceToHost")
+# Not cudaDeviceSynchronize: the profile ends every step with one of its own.
+_WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cuStreamSynchronize", "cuEventSynchronize")
 
 
 @dataclass(frozen=True)
@@ -30,15 +34,20 @@ class Seen:
         engine: who moved the bytes, ``"+"`` between several.
         sm_us: sum over *all* kernels of the call, copy-out and local sum included, of duration x min(blocks, SMs).
         kernels: kernels of a call, of any kind.
+        host_reads: copies to the host.
+        host_waits: times that the host waited for a stream or an event.
     """
 
     engine: str = ""
     sm_us: float = 0.0
     kernels: float = 0.0
+    host_reads: float = 0.0
+    host_waits: float = 0.0
 
     def columns(self) -> dict[str, Any]:
         """As columns of a line."""
-        return {"engine": self.engine, "sm_us": round(self.sm_us, 1), "kernels": round(self.kernels, 2)}
+        figures = {"engine": self.engine, "sm_us": round(self.sm_us, 1), "kernels": round(self.kernels, 2)}
+        return figures | {"host_reads": round(self.host_reads, 2), "host_waits": round(self.host_waits, 2)}
 
 
 def sm_us(row: DeviceRow, num_sms: int | None) -> float:
@@ -47,13 +56,16 @@ def sm_us(row: DeviceRow, num_sms: int | None) -> float:
     return blocks * (row.end_us - row.start_us)
 
 
-def look(rows: Sequence[DeviceRow], num_sms: int | None, calls: int) -> Seen:
-    """Judge the device rows of ``calls`` calls, with nothing else among them."""
+def look(rows: Sequence[DeviceRow], launches: Sequence[str], num_sms: int | None, calls: int) -> Seen:
+    """Judge the device rows and the names of the runtime calls of ``calls`` calls, with nothing else among them."""
     kernels = [r for r in rows if r.what == "kernel"]
     engines = {engine for r in kernels if (engine := names.kernel_engine(r.name)) is not None}
     moved = [r for r in rows if r.what == "copy" and r.bytes != FLAG_BYTES and names.copy_kind(r.name) != "host"]
     labels = sorted(names.ENGINE_LABELS[e] for e in (engines | {"copy_engine"} if moved else engines))
-    return Seen("+".join(labels), sum(sm_us(r, num_sms) for r in kernels) / calls, len(kernels) / calls)
+    reads = sum(r.what == "copy" and _TO_HOST.search(r.name) is not None for r in rows)
+    waits = sum(name in _WAITS for name in launches)
+    sm = sum(sm_us(r, num_sms) for r in kernels)
+    return Seen("+".join(labels), sm / calls, len(kernels) / calls, reads / calls, waits / calls)
 
 
 def profile_ways(world: World, ways: Sequence[Way], keep: Path | None) -> dict[str, Seen]:
@@ -106,5 +118,7 @@ def split(trace: Trace, ways: Sequence[Way]) -> dict[str, Seen]:
     found = {}
     for step, way in zip(trace.steps, ways, strict=True):
         rows = [r for r in trace.device_rows if step.start_us <= r.start_us < step.end_us]
-        found[way.name] = look(rows, trace.num_sms, _CALLS)
+        started = zip(trace.launches.start_us, trace.launches.name, strict=True)
+        launches = [name for start, name in started if step.start_us <= start < step.end_us]
+        found[way.name] = look(rows, launches, trace.num_sms, _CALLS)
     return found

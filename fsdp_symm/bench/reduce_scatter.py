@@ -19,7 +19,7 @@ from fsdp_symm.bench import schema
 from fsdp_symm.bench.launch import World, need_gpu, run_ranks
 from fsdp_symm.bench.profiling import profile_ways
 from fsdp_symm.bench.timing import Clock, Way, check, columns
-from fsdp_symm.errors import SymmMemError, problem
+from fsdp_symm.errors import SymmMemUnavailableError, problem
 from fsdp_symm.memory.arena import SymmMemArena
 from fsdp_symm.plan import Ring
 from fsdp_symm.wire import Wire, wire_of
@@ -134,39 +134,47 @@ class Result:
 
 
 class _Pieces:
-    """Copy-engine wires on one arena, one a piece size, so that none meets pointer arrays of another size.
+    """The arena's own wire, told to pull, in pieces of any size."""
 
-    Calls of two of these wires must not follow each other without a meeting of all ranks in between: every loop of
-    this benchmark begins with one.
-    """
+    def __init__(self, arena: SymmMemArena) -> None:
+        from fsdp_symm.wire import pull_reduce  # needs a CUDA build of torch
 
-    def __init__(self, arena: SymmMemArena, pieces: Sequence[float]) -> None:
-        # These need a CUDA build of torch.
-        from fsdp_symm.memory.device import DeviceSegment
-        from fsdp_symm.wire import pull_reduce
-        from fsdp_symm.wire.copy_engine import CopyEngineWire
-
-        segment = arena.segment
-        if not isinstance(segment, DeviceSegment):
-            raise SymmMemError(
-                problem("bench reduce-scatter", found=type(segment).__name__, expected="memory on a GPU", fix="use one")
-            )
         self._module: Any = pull_reduce
         self._arena = arena
-        self._wires = {mib: CopyEngineWire(segment) for mib in pieces}
+        self._wire = wire_of(arena)
 
     @property
     def usual(self) -> str:
         """The variant with the package's own piece size."""
         return pulls_name(self._module.PIECE_BYTES / 2**20)
 
+    def check(self, task: Task, output: torch.Tensor) -> None:
+        """Refuse to time NCCL under the name of the copy engines.
+
+        Raises:
+            SymmMemUnavailableError: the wire would not pull, though it was told to.
+        """
+        way, self._wire.reduce_scatter_way = self._wire.reduce_scatter_way, "copy_engine"
+        engine = self._wire.reduce_engine(output, OPS[task.op])
+        self._wire.reduce_scatter_way = way
+        if engine != "copy_engine":
+            raise SymmMemUnavailableError(
+                problem(
+                    f"bench reduce-scatter: {task} does not run on copy engines",
+                    found=f"it would run on {engine}",
+                    expected="GPUs within reach of each other, and a floating dtype",
+                    fix="run it on the GPUs of one host",
+                )
+            )
+
     def run(self, piece_mib: float, task: Task, output: torch.Tensor) -> None:
         """One call."""
         usual, self._module.PIECE_BYTES = self._module.PIECE_BYTES, int(piece_mib * 2**20)
+        way, self._wire.reduce_scatter_way = self._wire.reduce_scatter_way, "copy_engine"
         try:
-            call(self._arena, self._wires[piece_mib], task, output)
+            call(self._arena, self._wire, task, output)
         finally:
-            self._module.PIECE_BYTES = usual
+            self._module.PIECE_BYTES, self._wire.reduce_scatter_way = usual, way
 
 
 def call(arena: SymmMemArena, wire: Wire, task: Task, output: torch.Tensor) -> None:
@@ -182,14 +190,14 @@ def _plain(group: Any, output: torch.Tensor, whole: torch.Tensor, op: str) -> No
 
 
 class Machinery:
-    """Memory and wires for the largest task, made once."""
+    """Memory of the largest task and its wire, made once."""
 
     def __init__(self, world: World, largest_nbytes: int, pieces: Sequence[float]) -> None:
         rings = [Ring("reduce_scatter", _SLOTS, largest_nbytes * world.size)]
         backend = "nccl" if world.on_gpu else "host"
         self.arena = SymmMemArena(world.group, rings, backend=backend, device=world.device, timeout_s=_ARENA_TIMEOUT_S)
         self.pieces = tuple(pieces)
-        self.pulls = _Pieces(self.arena, pieces) if world.on_gpu else None
+        self.pulls = _Pieces(self.arena) if world.on_gpu else None
         self.wire = wire_of(self.arena)
         self.wire.reduce_scatter_way = "nccl"
 
@@ -214,6 +222,7 @@ class Machinery:
         if world.on_gpu or task.op == "SUM":
             ways.append(result.close(PLAIN, partial(_plain, world.plain, result.output, plain, task.op)))
         if self.pulls is not None:
+            self.pulls.check(task, result.output)
             for mib in self.pieces:
                 run = partial(self.pulls.run, mib, task, result.output)
                 ways.append(result.exact(pulls_name(mib), run))

@@ -1,4 +1,4 @@
-"""Tables in the README, generated from the committed CSVs between two marker comments; never written by hand."""
+"""Tables in the README and docs, generated from the committed CSVs between two marker comments; never by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fsdp_symm.bench import schema, way_tables
+from fsdp_symm.bench import expert_tables, schema, way_tables
 from fsdp_symm.bench.schema import Row
 
 
@@ -83,7 +83,9 @@ def _steps(path: Path) -> str:
 
 
 def _unshard(path: Path) -> str:
-    return way_tables.unshard_table(schema.read_lines(path))
+    lines = schema.read_lines(path)
+    # CSVs from before the copy-in was part of an unshard know no exchange alone
+    return way_tables.unshard_table(lines) if "exchange_us" in lines[0] else way_tables.unshard_calls_table(lines)
 
 
 def _reduce(path: Path) -> str:
@@ -92,6 +94,14 @@ def _reduce(path: Path) -> str:
 
 def _pieces(path: Path) -> str:
     return way_tables.pieces_table(schema.read_lines(path))
+
+
+def _experts(path: Path) -> str:
+    return expert_tables.experts_table(schema.read_lines(path))
+
+
+def _expert_costs(path: Path) -> str:
+    return expert_tables.experts_costs_table(schema.read_lines(path))
 
 
 def _inspect(path: Path) -> str:
@@ -109,8 +119,17 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "reduce_scatter_w4": ("profiles/reduce_scatter_w4.csv", _reduce),
     "reduce_pieces_w2": ("profiles/reduce_scatter_w2.csv", _pieces),
     "reduce_pieces_w4": ("profiles/reduce_scatter_w4.csv", _pieces),
+    "experts_cpu_w2": ("profiles/experts_cpu_w2.csv", _experts),
+    "experts_w2": ("profiles/experts_w2.csv", _experts),
+    "experts_w4": ("profiles/experts_w4.csv", _experts),
+    "expert_costs_w2": ("profiles/experts_w2.csv", _expert_costs),
+    "expert_costs_w4": ("profiles/experts_w4.csv", _expert_costs),
     "inspect": ("profiles/inspect.csv", _inspect),
 }
+# files that may hold tables; a table is in one of them
+DOCUMENTS = ("README.md", "docs/experts.md")
+# measured, but shown only where a document asks for it: these tables are long
+OPTIONAL = {name for name in TABLES if name.startswith("expert")}
 
 
 def _replace(text: str, marker: str, table: str) -> str | None:
@@ -123,7 +142,7 @@ def _replace(text: str, marker: str, table: str) -> str | None:
 
 
 def renew(root: Path, *, check: bool) -> int:
-    """Put every table into ``README.md``. A table with neither a CSV nor a marker is left out.
+    """Put every table between its markers. A table with neither a CSV nor a marker is left out.
 
     Args:
         root: the repository.
@@ -133,30 +152,42 @@ def renew(root: Path, *, check: bool) -> int:
         0, 1 if ``check`` found a difference, 2 for a missing CSV or marker.
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    readme = root / "README.md"
-    if not readme.is_file():
-        console.print(f"fsdp-symm bench tables: found no {readme}, expected the repository, fix: --root FOLDER")
+    if not (root / DOCUMENTS[0]).is_file():
+        console.print(
+            f"fsdp-symm bench tables: found no {root / DOCUMENTS[0]}, expected the repository, fix: --root FOLDER"
+        )
         return 2
-    old = new = readme.read_text()
-    for marker, (csv_path, make) in TABLES.items():
-        path = root / csv_path
-        if not path.is_file() and f"<!-- table:{marker} -->" not in new:
-            continue  # not measured, and nobody asks for it
-        if not path.is_file():
-            console.print(f"fsdp-symm bench tables: found no {path}, expected a CSV, fix: run the benchmark first")
+    old = {name: (root / name).read_text() for name in DOCUMENTS if (root / name).is_file()}
+    new = dict(old)
+    for marker in TABLES:
+        if (problem := _renew_one(root, marker, new)) is not None:
+            console.print(f"fsdp-symm bench tables: {problem}")
             return 2
-        replaced = _replace(new, marker, make(path))
-        if replaced is None:
-            console.print(
-                f"fsdp-symm bench tables: found no single pair of markers for {marker!r} in {readme}, expected "
-                f"<!-- table:{marker} --> and <!-- /table:{marker} -->, fix: put them where the table belongs"
-            )
-            return 2
-        new = replaced
-    if new == old:
-        return 0
-    if check:
-        console.print("fsdp-symm bench tables: found a README that differs from its CSVs, fix: fsdp-symm bench tables")
+    changed = [name for name, text in new.items() if text != old[name]]
+    if changed and check:
+        names = ", ".join(changed).replace("README.md", "a README")
+        console.print(f"fsdp-symm bench tables: found {names} that differs from its CSVs, fix: fsdp-symm bench tables")
         return 1
-    readme.write_text(new)
+    for name in changed:
+        (root / name).write_text(new[name])
     return 0
+
+
+def _renew_one(root: Path, marker: str, documents: dict[str, str]) -> str | None:
+    """Put one table into the document that has its markers; what is missing for that, or ``None``."""
+    csv_path, make = TABLES[marker]
+    path = root / csv_path
+    wanted = [name for name, text in documents.items() if f"<!-- table:{marker} -->" in text]
+    if not path.is_file():
+        return f"found no {path}, expected a CSV, fix: run the benchmark first" if wanted else None
+    if not wanted and marker in OPTIONAL:
+        return None
+    name = wanted[0] if len(wanted) == 1 else DOCUMENTS[0]
+    replaced = _replace(documents[name], marker, make(path)) if len(wanted) == 1 else None
+    if replaced is None:
+        return (
+            f"found no single pair of markers for {marker!r} in {root / name}, expected <!-- table:{marker} --> and "
+            f"<!-- /table:{marker} -->, fix: put them where the table belongs"
+        )
+    documents[name] = replaced
+    return None

@@ -4,7 +4,8 @@ All ways of a benchmark take turns within every round, so that clocks and neighb
 round's: median and extremes are taken over rounds. A time is that of the slowest rank.
 
 Before a timed loop the stream is kept busy with matrix products for about as long as the host needs to queue the
-loop: the events then enclose device time, also where a call takes the host longer than the device.
+loop: the events then enclose device time, also where a call takes the host longer than the device. A call that waits
+for the device cannot be queued ahead: its time is what passes on the device, the gaps that its waiting leaves included.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +27,8 @@ _GEMM_ROUNDS = 3
 _ROUND_US = 6000.0  # device time of one way's loop in a round, as a goal
 _CALLS = (4, 24)  # fewest and most calls of such a loop
 _HEAD_GEMMS = 24  # at most this many products in front of a loop
-_GEMMS = 12  # products of one loop
+_GEMMS = (12, 200)  # fewest and most products of one loop
+_LONG_CALLS = 3  # a loop of products lasts as long as this many calls, where calls are longer than products
 _BESIDE = (1, 16)  # fewest and most calls queued beside each product
 _COVERED = 0.9  # a product counts as "beside" when calls cover this much of it
 
@@ -37,15 +39,17 @@ class Way:
 
     Attributes:
         name: the variant.
-        run: one call, on the current stream; never waits for the device.
+        run: one call, on the current stream.
         wrong: what is wrong with the result of the last call, ``None`` if nothing is.
         poison: makes the last result wrong, so that a call that does nothing is found out.
+        waits: whether a call waits for the device on the host.
     """
 
     name: str
     run: Callable[[], object]
     wrong: Callable[[], str | None]
     poison: Callable[[], object]
+    waits: bool = False
 
 
 @dataclass
@@ -64,6 +68,23 @@ class Timed:
     under: list[float] = field(default_factory=list)
     slowdown: list[float] = field(default_factory=list)
     beside: int = 0
+
+
+class Beside(NamedTuple):
+    """What one loop beside products queues: so many products, and so many groups of so many calls."""
+
+    products: int
+    groups: int
+    calls: int
+
+    @staticmethod
+    def of(product_us: float, call_us: float) -> Beside:
+        """Calls for about as long as there are products; enough products that some calls lie wholly beside them."""
+        call_us = max(call_us, 1.0)
+        if call_us <= product_us:
+            return Beside(_GEMMS[0], _GEMMS[0], _between(math.ceil(1.2 * product_us / call_us), _BESIDE))
+        products = _between(math.ceil(_LONG_CALLS * call_us / max(product_us, 1.0)), _GEMMS)
+        return Beside(products, math.ceil(1.2 * products * product_us / call_us), 1)
 
 
 class Product:
@@ -113,30 +134,37 @@ def check(world: World, ways: Sequence[Way], what: str) -> None:
 
 
 class Clock:
-    """Times the ways of one benchmark."""
+    """Times the ways of one benchmark, in some rounds of all of them."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, rounds: int = ROUNDS) -> None:
+        self._rounds = rounds
         self._world = world
         self._device = world.device
         self._product = Product(world.device)
         for _ in range(3):
             self._product.run()
 
-    def time_all(self, ways: Sequence[Way]) -> dict[str, Timed]:
-        """Samples of every way; :func:`check` them first."""
+    def time_all(self, ways: Sequence[Way], beside: Collection[str] | None = None) -> dict[str, Timed]:
+        """Samples of every way; :func:`check` them first.
+
+        Args:
+            ways: all of them take turns.
+            beside: names of those that also run beside products; by default all.
+        """
         times = {way.name: Timed() for way in ways}
         self._product.us = self._products_alone()[0]
         first = {way.name: self._loop(way, _CALLS[0], 0) for way in ways}  # warm, and how many calls make a round
         calls = {name: _between(math.ceil(_ROUND_US / max(us, 1.0)), _CALLS) for name, (us, _) in first.items()}
-        for _ in range(ROUNDS):
+        for _ in range(self._rounds):
             for way in ways:
                 count = calls[way.name]
-                us, host_us = self._loop(way, count, self._head(count * first[way.name][1]))
+                us, host_us = self._loop(way, count, self._head(way, count * first[way.name][1]))
                 times[way.name].alone.append(us)
                 times[way.name].host.append(host_us)
-        for _ in range(_GEMM_ROUNDS):
+        chosen = [way for way in ways if beside is None or way.name in beside]
+        for _ in range(_GEMM_ROUNDS if chosen else 0):
             alone = self._products_alone()[1]
-            for way in ways:
+            for way in chosen:
                 self._beside(way, times[way.name], alone)
         return times
 
@@ -145,8 +173,11 @@ class Clock:
         """A product alone, as measured last."""
         return self._product.us
 
-    def _head(self, host_us: float) -> int:
-        return min(_HEAD_GEMMS, math.ceil(host_us / max(self._product.us, 1.0)) + 1) if self._world.side else 0
+    def _head(self, way: Way, host_us: float) -> int:
+        """Products that keep the device busy while the host queues; none before calls that would wait for them."""
+        if way.waits or self._world.side is None:
+            return 0
+        return min(_HEAD_GEMMS, math.ceil(host_us / max(self._product.us, 1.0)) + 1)
 
     def _loop(self, way: Way, count: int, head: int) -> tuple[float, float]:
         """Device and host microseconds of a call, the slowest rank's."""
@@ -171,7 +202,7 @@ class Clock:
         """
         self._world.meet()
         marks = [_mark(self._device)]
-        for _ in range(_GEMMS):
+        for _ in range(_GEMMS[0]):
             self._product.run()
             marks.append(_mark(self._device))
         synchronize(self._device)
@@ -181,15 +212,16 @@ class Clock:
 
     def _beside(self, way: Way, timed: Timed, alone: list[float]) -> None:
         """One round of products on the main stream while the way loops on the side stream."""
-        beside = _between(math.ceil(1.2 * self._product.us / max(timed.alone[-1], 1.0)), _BESIDE)
+        plan = Beside.of(self._product.us, timed.alone[-1])
         self._world.meet()
-        zero, products, groups = self._queue_beside(way, beside, self._head(_GEMMS * beside * timed.host[-1]))
+        head = self._head(way, plan.groups * plan.calls * timed.host[-1])
+        zero, products, groups = self._queue_beside(way, plan, head)
         synchronize(self._device)
         spans = [(_us(zero, a), _us(zero, b)) for a, b in groups]
         times = [(_us(zero, a), _us(zero, b)) for a, b in products]
         slow = [end - start for start, end in times if covered(start, end, spans) >= _COVERED * (end - start)]
         busy = [(times[0][0], times[-1][1])]
-        calls = [(b - a) / beside for a, b in spans if covered(a, b, busy) >= _COVERED * (b - a)]
+        calls = [(b - a) / plan.calls for a, b in spans if covered(a, b, busy) >= _COVERED * (b - a)]
         mine = [statistics.median(slow) if slow else 0.0, len(slow), statistics.median(calls) if calls else 0.0]
         everybody = self._world.all_values([float(v) for v in mine])
         found = [(us, one) for (us, n, _), one in zip(everybody, alone, strict=True) if n]
@@ -200,25 +232,36 @@ class Clock:
             timed.under.append(under)
 
     def _queue_beside(
-        self, way: Way, beside: int, head: int
+        self, way: Way, plan: Beside, head: int
     ) -> tuple[Any, list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Queue products and groups of ``beside`` calls, both behind a head: its end, the marks around each of both."""
+        """Queue products and groups of calls, both behind a head: its end, the marks around each of both.
+
+        They are queued in turns, so that neither runs out; in front of calls that wait, all products.
+        """
         for _ in range(head):
             self._product.run()
         zero = _mark(self._device)
         if self._world.side is not None:
             self._world.side.wait_stream(torch.cuda.current_stream(self._device))
         products, groups = [], []
-        for _ in range(_GEMMS):
+        for turn in range(plan.groups):
+            due = plan.products if way.waits else (turn + 1) * plan.products // plan.groups
+            if way.waits:
+                self._queue_products(products, due)
             with self._world.on_side():
                 first = _mark(self._device)
-                for _ in range(beside):
+                for _ in range(plan.calls):
                     way.run()
                 groups.append((first, _mark(self._device)))
+            self._queue_products(products, due)
+        return zero, products, groups
+
+    def _queue_products(self, products: list[tuple[Any, Any]], due: int) -> None:
+        """Queue products on the current stream until there are ``due``."""
+        while len(products) < due:
             first = _mark(self._device)
             self._product.run()
             products.append((first, _mark(self._device)))
-        return zero, products, groups
 
 
 def _between(value: int, limits: tuple[int, int]) -> int:

@@ -1,17 +1,20 @@
 """Unsharding one Llama block: direct placement against all-gathers that are copied out, as FSDP2 does it.
 
-Every way starts from the same shards, which lie where its all-gather wants them, and ends with the same nine unsharded
-parameters. Casting and copying shards in is left out, since it is the same for all. Rates count bytes from peers.
+Every way starts from the same fp32 shards and ends with the same nine bf16 parameters. A *whole* unshard is the copy-in
+with its cast, the exchange, and the copy-out where there is one; the *exchange* is also measured alone, from shards
+that lie where it wants them.
 
-Legend: W ranks, D model width, H hidden width, n elements of one rank's shard of a parameter, N of all its shards.
+* Direct: one fused copy of the fp32 shards into the slot and into this rank's own places in the parameters, as
+  :mod:`fsdp_symm.unshard` does it, and the pull of the peers' shards to theirs.
+* All others: one fused copy into this rank's chunk of the gathered buffer, the all-gather, and FSDP2's copy-out. FSDP2
+  itself copies in twice (a cast, then a pack), so this is the best that it could do.
+
+Rates are of the exchange and count bytes from peers. Legend as in :mod:`fsdp_symm.bench.unshard_block`.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,15 +26,19 @@ from fsdp_symm import compat
 from fsdp_symm.bench import schema
 from fsdp_symm.bench.launch import World, need_gpu, run_ranks
 from fsdp_symm.bench.profiling import profile_ways
-from fsdp_symm.bench.timing import Clock, Way, check, columns
+from fsdp_symm.bench.timing import Clock, Way, check, columns, ratios, spread
+from fsdp_symm.bench.unshard_block import POISON, BlockShards, Parameters
 from fsdp_symm.memory.arena import SymmMemArena
-from fsdp_symm.plan import Ring, packed_nbytes, shard_offsets
+from fsdp_symm.plan import Ring
 from fsdp_symm.wire import wire_of
-from fsdp_symm.wire.pulls import Block, PullPlan
 
 DIRECT, PLAIN, NCCL, STAGED = "direct", "plain NCCL", "NCCL window", "staged"
-_POISON = -21555  # a pattern of bytes that no test shard is made of
+_EXCHANGE = ", exchange"
+_SLOTS = 2
 _ARENA_TIMEOUT_S = 60.0
+
+Take = Callable[[], tuple[torch.Tensor, Callable[[], object]]]
+"""Hands out the next gathered buffer ``bf16 [W * N]`` and what gathers into it."""
 
 
 @dataclass(frozen=True)
@@ -53,110 +60,19 @@ class UnshardBench:
     device_type: str = "cuda"
 
 
-@dataclass(frozen=True)
-class BlockShards:
-    """The nine parameters of a Llama block, as one rank holds them.
-
-    Attributes:
-        numels: n of q, k, v, o, gate, up, down and the two norms; bf16.
-        world_size: W.
-    """
-
-    numels: tuple[int, ...]
-    world_size: int
-
-    @staticmethod
-    def scaled(nbytes: int, world_size: int) -> BlockShards:
-        """A block with Llama's proportions (k and v a quarter of q, H near 3.5 D) whose shards take ``nbytes``."""
-        step = 8 * world_size
-        width = max(step, int(math.sqrt(nbytes * world_size / 26.0)) // step * step)
-        attention = 2.5 * width * width + 2 * width
-        hidden = max(step, round((nbytes * world_size / 2 - attention) / (3 * width) / step) * step)
-        full = [width * width, width * width // 4, width * width // 4, width * width, *[width * hidden] * 3]
-        return BlockShards(tuple(n // world_size for n in (*full, width, width)), world_size)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one rank's shards, tight."""
-        return 2 * sum(self.numels)
-
-    @property
-    def offsets(self) -> list[int]:
-        """Where each shard starts in a slot of direct placement, in bytes."""
-        return shard_offsets([2 * n for n in self.numels])
-
-    @property
-    def slot_nbytes(self) -> int:
-        """Bytes of such a slot."""
-        return packed_nbytes([2 * n for n in self.numels])
-
-    def plan(self, rank: int) -> PullPlan:
-        """Every peer's shards to their places in the unsharded parameters."""
-        blocks = [
-            Block(peer, offset, index, 2 * peer * n, 2 * n)
-            for peer in range(self.world_size)
-            if peer != rank
-            for index, (offset, n) in enumerate(zip(self.offsets, self.numels, strict=True))
-        ]
-        return PullPlan(blocks, rank=rank, world_size=self.world_size)
-
-    def shard(self, rank: int, index: int, device: torch.device) -> torch.Tensor:
-        """Rank ``rank``'s shard of parameter ``index``: random finite numbers, the same wherever they are made.
-
-        Finite, because a copy kernel may change the bits of a NaN.
-        """
-        generator = torch.Generator(device).manual_seed(1000 * rank + index)
-        bits = torch.randint(20000, (self.numels[index],), generator=generator, device=device)
-        return bits.to(torch.int16).view(torch.bfloat16)
-
-
-class Parameters:
-    """The unsharded parameters ``bf16 [W * n]`` that every way fills."""
-
-    def __init__(self, world: World, shards: BlockShards) -> None:
-        self._world, self._shards = world, shards
-        self.targets = [torch.empty(n * world.size, dtype=torch.bfloat16, device=world.device) for n in shards.numels]
-        self._rows = [t.view(world.size, -1) for t in self.targets]
-
-    def copy_out(self, gathered: torch.Tensor) -> None:
-        """FSDP2's copy from ``gathered [W * N]`` into the parameters."""
-        torch.split_with_sizes_copy(
-            gathered.view(self._world.size, -1), list(self._shards.numels), dim=1, out=self._rows
-        )
-
-    def poison(self) -> None:
-        """Fill them with what no shard holds."""
-        for target in self.targets:
-            target.view(torch.int16).fill_(_POISON)
-
-    def wrong(self) -> str | None:
-        """The first shard that is not in its place, bit by bit."""
-        for index, target in enumerate(self.targets):
-            for rank, row in enumerate(target.view(torch.int16).view(self._world.size, -1)):
-                expected = self._shards.shard(rank, index, self._world.device).view(torch.int16)
-                if not torch.equal(row, expected):
-                    count = int((row != expected).sum())
-                    return f"parameter {index}, shard of rank {rank}: {count} of {row.numel()} elements differ"
-        return None
-
-    def way(self, name: str, run: Callable[[], object]) -> Way:
-        """A way that fills these parameters."""
-        return Way(name, run, self.wrong, self.poison)
-
-
 class Arenas:
     """Symmetric memory of the largest block, made once; the smaller ones lie in the same slots."""
 
     def __init__(self, world: World, largest: BlockShards) -> None:
         whole = largest.nbytes * world.size
-        own = [Ring("unshard", 2, largest.slot_nbytes), Ring("all_gather", 1, whole)]
+        own = [Ring("unshard", _SLOTS, largest.slot_nbytes), Ring("all_gather", 1, whole)]
         backend = "nccl" if world.on_gpu else "host"
         self.own = SymmMemArena(world.group, own, backend=backend, device=world.device, timeout_s=_ARENA_TIMEOUT_S)
         self.staged: SymmMemArena | None = None
         try:
             self.staged = SymmMemArena(
                 world.group,
-                [Ring("all_gather", 2, whole)],
+                [Ring("all_gather", _SLOTS, whole)],
                 backend="cuda" if world.on_gpu else "host",
                 device=world.device,
                 timeout_s=_ARENA_TIMEOUT_S,
@@ -171,101 +87,173 @@ class Arenas:
             self.staged.close()
 
 
-def fill_slots(arena: SymmMemArena, world: World, shards: BlockShards) -> None:
-    """Put this rank's shards into both slots of direct placement."""
-    for _ in range(2):
-        slot, lease = arena.acquire_lease("unshard", shards.slot_nbytes, owner="bench")
-        for index, (offset, n) in enumerate(zip(shards.offsets, shards.numels, strict=True)):
-            slot.narrow(0, offset, 2 * n).view(torch.bfloat16).copy_(shards.shard(world.rank, index, world.device))
-        del slot, lease
+class Direct:
+    """Direct placement."""
+
+    def __init__(self, world: World, shards: BlockShards, arena: SymmMemArena, parameters: Parameters) -> None:
+        self._world, self._shards, self._arena, self._parameters = world, shards, arena, parameters
+        self._masters = shards.masters(world.rank, world.device)
+        self._plan = shards.plan(world.rank)
+        self._wire = wire_of(arena)
+        self._places: dict[int, list[torch.Tensor]] = {}  # by address of the slot
+
+    def copy_in(self, slot: torch.Tensor) -> None:
+        """Cast this rank's shards into the slot, for the peers, and to their own places."""
+        address = slot.data_ptr()
+        if address not in self._places:
+            self._places[address] = self._shards.views(address, self._shards.offsets, self._world.device)
+        torch._foreach_copy_([*self._places[address], *self._parameters.own], [*self._masters, *self._masters])
+
+    def run(self, *, whole: bool) -> None:
+        """The next slot, the copy-in if ``whole``, and the pull."""
+        slot, lease = self._arena.acquire_lease("unshard", self._shards.slot_nbytes, owner="bench")
+        if whole:
+            self.copy_in(slot)
+        epoch, targets = self._arena.next_epoch(lease), self._parameters.targets
+        self._wire.pull(lease, epoch, self._plan, targets, what="bench: direct placement", async_op=False)
+        del slot
+
+    def poison_peers(self) -> None:
+        """Wrong parameters, but for this rank's own shards, which an exchange does not touch."""
+        self._parameters.poison()
+        torch._foreach_copy_(self._parameters.own, self._masters)
+
+    def ways(self) -> list[Way]:
+        """The whole, and the exchange alone from slots that are filled here."""
+        for _ in range(_SLOTS):
+            self.copy_in(self._arena.acquire("unshard", self._shards.slot_nbytes, owner="bench"))
+        exchange = partial(self.run, whole=False)
+        return [
+            self._parameters.way(DIRECT, partial(self.run, whole=True)),
+            Way(DIRECT + _EXCHANGE, exchange, self._parameters.wrong, self.poison_peers),
+        ]
 
 
-def direct(
-    arena: SymmMemArena, shards: BlockShards, plan: PullPlan, targets: Sequence[torch.Tensor], pulls_us: list[float]
-) -> None:
-    """One call as FSDP2 pays for it: the next slot, whose shards are in place, this rank's own shards to their places
-    (in training a part of the copy-in), and the pull.
+class Staged:
+    """A gathered buffer and FSDP2's copy-out.
 
     Args:
-        pulls_us: takes the host time of the pull alone.
+        take: see :data:`Take`; every rank takes in the same order.
+        buffers: how many buffers it hands out in turns.
     """
-    slot, lease = arena.acquire_lease("unshard", shards.slot_nbytes, owner="bench")
-    own = [t.narrow(0, plan.rank * n, n) for t, n in zip(targets, shards.numels, strict=True)]
-    mine = [slot.narrow(0, at, 2 * n).view(torch.bfloat16) for at, n in zip(shards.offsets, shards.numels, strict=True)]
-    torch._foreach_copy_(own, mine)
-    epoch = arena.next_epoch(lease)
-    start = time.perf_counter()
-    wire_of(arena).pull(lease, epoch, plan, targets, what="bench: direct placement", async_op=False)
-    pulls_us.append((time.perf_counter() - start) * 1e6)
-    del slot
+
+    def __init__(self, world: World, shards: BlockShards, parameters: Parameters, take: Take, buffers: int) -> None:
+        self._world, self._shards, self._parameters = world, shards, parameters
+        self._take, self._buffers = take, buffers
+        self._masters = shards.masters(world.rank, world.device)
+        self._offsets = [2 * sum(shards.numels[:index]) for index in range(len(shards.numels))]  # tight, as FSDP2 packs
+        self._places: dict[int, list[torch.Tensor]] = {}  # of the own chunk, by address of the buffer
+        self._last: list[torch.Tensor] = []  # every rank's chunk of the last exchange, keeping no slot in use
+
+    def copy_in(self, gathered: torch.Tensor) -> None:
+        """Cast this rank's shards into its chunk."""
+        address = gathered.data_ptr()
+        if address not in self._places:
+            start = address + self._world.rank * self._shards.nbytes
+            self._places[address] = self._shards.views(start, self._offsets, self._world.device)
+        torch._foreach_copy_(self._places[address], self._masters)
+
+    def whole(self) -> None:
+        """Copy-in, all-gather, copy-out."""
+        gathered, exchange = self._take()
+        self.copy_in(gathered)
+        exchange()
+        self._parameters.copy_out(gathered)
+
+    def exchange(self) -> None:
+        """The all-gather."""
+        gathered, exchange = self._take()
+        exchange()
+        self._last = self._chunks(gathered)
+
+    def _chunks(self, gathered: torch.Tensor) -> list[torch.Tensor]:
+        nbytes, address = self._shards.nbytes, gathered.data_ptr()
+        size = range(self._world.size)
+        return [compat.wrap_memory(address + r * nbytes, nbytes, self._world.device)[0] for r in size]
+
+    def poison_peers(self) -> None:
+        """Wrong chunks in every buffer, but for this rank's own."""
+        for _ in range(self._buffers):
+            for rank, chunk in enumerate(self._chunks(self._take()[0])):
+                if rank != self._world.rank:
+                    chunk.view(torch.int16).fill_(POISON)
+
+    def wrong(self) -> str | None:
+        """The first rank whose chunk of the last exchange is not its shards, bit by bit."""
+        for rank, chunk in enumerate(self._last):
+            shards = [self._shards.shard(rank, index, self._world.device) for index in range(len(self._shards.numels))]
+            differ = int((chunk.view(torch.int16) != torch.cat(shards).view(torch.int16)).sum())
+            if differ:
+                return f"the gathered chunk of rank {rank}: {differ} elements differ"
+        return None if self._last else "nothing was gathered"
+
+    def ways(self, name: str) -> list[Way]:
+        """The whole, and the exchange alone from buffers that are filled here."""
+        for _ in range(self._buffers):
+            self.copy_in(self._take()[0])
+        exchange = Way(name + _EXCHANGE, self.exchange, self.wrong, self.poison_peers)
+        return [self._parameters.way(name, self.whole), exchange]
 
 
-def gathered_by_wire(arena: SymmMemArena, nbytes: int, parameters: Parameters) -> None:
-    """The next slot, whose own chunk is in place, our wire's all-gather, and the copy-out."""
-    slot, lease = arena.acquire_lease("all_gather", nbytes, owner="bench")
-    epoch = arena.next_epoch(lease)
-    gathered = slot.view(torch.bfloat16)
-    wire_of(arena).all_gather(gathered, lease, epoch, module="bench", async_op=False)
-    parameters.copy_out(gathered)
+def take_from_group(world: World, group: Any, whole: torch.Tensor) -> Take:
+    """One buffer, gathered by the process group in place."""
+    chunk = whole.numel() // world.size
+    own, comm = whole.narrow(0, world.rank * chunk, chunk), compat.plain_comm("all_gather")
+    return lambda: (whole, partial(comm, whole, own, group, False))
 
 
-def gathered_by_group(group: Any, whole: torch.Tensor, own: torch.Tensor, parameters: Parameters) -> None:
-    """The process group's in-place all-gather, and the copy-out."""
-    compat.plain_comm("all_gather")(whole, own, group, False)
-    parameters.copy_out(whole)
+def take_from_wire(arena: SymmMemArena, nbytes: int) -> Take:
+    """The arena's next slot, gathered by our wire."""
+    wire = wire_of(arena)
+
+    def take() -> tuple[torch.Tensor, Callable[[], object]]:
+        slot, lease = arena.acquire_lease("all_gather", nbytes, owner="bench")
+        gathered = slot.view(torch.bfloat16)
+        return gathered, lambda: wire.all_gather(
+            gathered, lease, arena.next_epoch(lease), module="bench", async_op=False
+        )
+
+    return take
 
 
-def _own_chunk(world: World, shards: BlockShards, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``whole [W * N]``, filled with its shards, tight as FSDP2 packs them."""
-    numel = sum(shards.numels)
-    own = whole.narrow(0, world.rank * numel, numel)
-    pieces = [shards.shard(world.rank, index, world.device) for index in range(len(shards.numels))]
-    torch.cat(pieces, out=own)
-    return own
-
-
-def make_ways(world: World, shards: BlockShards, arenas: Arenas, pulls_us: list[float]) -> list[Way]:
-    """Every way on the same parameters. :data:`DIRECT` first; ``pulls_us`` is for :func:`direct`."""
+def make_ways(world: World, shards: BlockShards, arenas: Arenas) -> list[Way]:
+    """Every way on the same parameters, each whole and its exchange alone. :data:`DIRECT` first."""
     parameters = Parameters(world, shards)
     nbytes = shards.nbytes * world.size
-    fill_slots(arenas.own, world, shards)
-    pull = partial(direct, arenas.own, shards, shards.plan(world.rank), parameters.targets, pulls_us)
     plain = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=world.device)
     window = arenas.own.acquire("all_gather", nbytes, owner="bench").view(torch.bfloat16)
-    ways = [parameters.way(DIRECT, pull)]
+    ways = Direct(world, shards, arenas.own, parameters).ways()
     for name, group, whole in ((PLAIN, world.plain, plain), (NCCL, world.group, window)):
-        own = _own_chunk(world, shards, whole)
-        ways.append(parameters.way(name, partial(gathered_by_group, group, whole, own, parameters)))
+        ways += Staged(world, shards, parameters, take_from_group(world, group, whole), 1).ways(name)
     if arenas.staged is not None:
-        for _ in range(2):
-            slot = arenas.staged.acquire("all_gather", nbytes, owner="bench")
-            _own_chunk(world, shards, slot.view(torch.bfloat16))
-            del slot
-        ways.append(parameters.way(STAGED, partial(gathered_by_wire, arenas.staged, nbytes, parameters)))
+        ways += Staged(world, shards, parameters, take_from_wire(arenas.staged, nbytes), _SLOTS).ways(STAGED)
     world.meet()  # nobody pulls what is not there yet
     return ways
 
 
 def _measure_size(world: World, clock: Clock, bench: UnshardBench, shards: BlockShards, arenas: Arenas) -> list[Any]:
-    pulls_us: list[float] = []
-    ways = make_ways(world, shards, arenas, pulls_us)
+    ways = make_ways(world, shards, arenas)
     check(world, ways, f"unshard of {shards.nbytes} bytes a rank")
-    times = clock.time_all(ways)
-    (pull_us,) = world.slowest([statistics.median(pulls_us)])
+    whole = [way.name for way in ways if not way.name.endswith(_EXCHANGE)]
+    times = clock.time_all(ways, beside=whole)
     keep = bench.traces and bench.traces / f"unshard_w{world.size}_{shards.nbytes / 2**20:.0f}mib.json.gz"
     seen = profile_ways(world, ways, keep)
     lines = []
-    for way in ways:
-        timed = times[way.name]
-        line: dict[str, Any] = {"name": "unshard", "variant": way.name, "ranks": world.size, "bytes": shards.nbytes}
+    for name in whole:
+        timed, alone = times[name], times[name + _EXCHANGE]
+        line: dict[str, Any] = {"name": "unshard", "variant": name, "ranks": world.size, "bytes": shards.nbytes}
         line |= {"dtype": "bfloat16"} | schema.summarize(timed.alone) | world.facts(bench.command)
         line |= {"parameters": len(shards.numels), "product_us": round(clock.product_us, 1)}
         line |= columns(timed, base=times[DIRECT], base_name="direct")
-        line |= {"host_pull_us": round(pull_us, 1) if way.name == DIRECT else ""}
+        line |= spread("exchange_us", alone.alone, 1) | spread("exchange_host_us", alone.host, 1)
+        middle, low, high = ratios(alone.alone, times[DIRECT + _EXCHANGE].alone)
+        line |= {"exchange_vs_direct": round(middle, 3)}
+        line |= {"exchange_vs_direct_min": round(low, 3), "exchange_vs_direct_max": round(high, 3)}
         received = shards.nbytes * (world.size - 1)
-        line |= {"gb_per_s": round(received / line["median_us"] / 1e3, 1)} | seen[way.name].columns()
+        line |= {"gb_per_s": round(received / line["exchange_us"] / 1e3, 1)} | seen[name].columns()
         lines.append(line)
-        world.say(f"unshard {shards.nbytes / 2**20:.3g} MiB {way.name}: {line['median_us'] / 1e3:.3f} ms")
+        took = f"{line['median_us'] / 1e3:.3f} ms, exchange {line['exchange_us'] / 1e3:.3f} ms"
+        world.say(f"unshard {shards.nbytes / 2**20:.3g} MiB {name}: {took}")
     return lines
 
 

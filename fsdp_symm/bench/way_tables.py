@@ -8,35 +8,41 @@ from typing import Any
 Line = Mapping[str, Any]
 
 
-def _number(text: Any, digits: int) -> str:
+def number(text: Any, digits: int) -> str:
     """A number of the CSV, ``-`` where nothing was measured."""
     return "-" if text in ("", None) else f"{float(text):.{digits}f}"
 
 
-def _ms(line: Line, name: str, digits: int = 3) -> str:
+def ms(line: Line, name: str, digits: int = 3) -> str:
     """A column of microseconds as milliseconds."""
     value = line.get(name, "")
-    return _number("" if value in ("", None) else float(value) / 1e3, digits)
+    return number("" if value in ("", None) else float(value) / 1e3, digits)
 
 
-def _time(line: Line, digits: int = 3) -> str:
-    return f"{_ms(line, 'median_us', digits)} ({_ms(line, 'min_us', digits)}-{_ms(line, 'max_us', digits)})"
+def time(line: Line, digits: int = 3) -> str:
+    """Median and extremes of a line's own time, in milliseconds."""
+    return f"{ms(line, 'median_us', digits)} ({ms(line, 'min_us', digits)}-{ms(line, 'max_us', digits)})"
 
 
-def _spread(line: Line, name: str, digits: int) -> str:
+def spread(line: Line, name: str, digits: int) -> str:
     """Median and extremes, ``-`` without samples."""
-    middle = _number(line.get(name, ""), digits)
+    middle = number(line.get(name, ""), digits)
     if middle == "-":
         return middle
-    return f"{middle} ({_number(line[f'{name}_min'], digits)}-{_number(line[f'{name}_max'], digits)})"
+    return f"{middle} ({number(line[f'{name}_min'], digits)}-{number(line[f'{name}_max'], digits)})"
 
 
-def _slowdown(line: Line) -> str:
+def _spread_ms(line: Line, name: str) -> str:
+    """Median and extremes of a column of microseconds, as milliseconds."""
+    return f"{ms(line, name)} ({ms(line, f'{name}_min')}-{ms(line, f'{name}_max')})"
+
+
+def slowdown(line: Line) -> str:
     """A slowdown in percent with its extremes; these may be negative, so words stand between them."""
-    middle = _number(line.get("gemm_slowdown_pct", ""), 1)
+    middle = number(line.get("gemm_slowdown_pct", ""), 1)
     if middle == "-":
         return middle
-    low, high = (_number(line[f"gemm_slowdown_pct_{end}"], 1) for end in ("min", "max"))
+    low, high = (number(line[f"gemm_slowdown_pct_{end}"], 1) for end in ("min", "max"))
     return f"{middle} % ({low} to {high})"
 
 
@@ -44,7 +50,8 @@ def _mib(line: Line) -> str:
     return f"{int(line['bytes']) / 2**20:.0f} MiB"
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], first: Line, *notes: str) -> str:
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], first: Line, *notes: str) -> str:
+    """A table, its notes, and where its lines come from."""
     table = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     table += ["| " + " | ".join(row) + " |" for row in rows]
     where = f"{first['ranks']} ranks on {first['hardware']}; {first['versions']}; `{first['command']}`."
@@ -54,20 +61,45 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], first: Line,
 def unshard_table(lines: Sequence[Line]) -> str:
     """Markdown: one line a size and way."""
     header = (
+        "shards of a rank", "way", "engine", "whole unshard, ms: median (min-max)", "whole / direct's (min-max)",
+        "exchange alone, ms (min-max)", "exchange / direct's (min-max)", "GB/s a rank in it",
+        "host us: whole (min-max)", "host us: exchange", "whole under a GEMM, ms", "GEMM slower by", "SM-ms a whole",
+    )  # fmt: skip
+    rows = [
+        (
+            _mib(x), x["variant"], x["engine"] or "-", time(x), spread(x, "vs_direct", 2),
+            _spread_ms(x, "exchange_us"), spread(x, "exchange_vs_direct", 2), number(x["gb_per_s"], 0),
+            spread(x, "host_us", 0), number(x["exchange_host_us"], 0),
+            ms(x, "under_gemm_us"), slowdown(x), ms(x, "sm_us", 2),
+        )
+        for x in lines
+    ]  # fmt: skip
+    note = (
+        f"{lines[0]['parameters']} parameters of a Llama block: fp32 shards, bf16 parameters. A whole unshard is the "
+        "copy-in with its cast (direct: into the slot and this rank's own places in the parameters; all others: into "
+        "this rank's chunk of the gathered buffer), the exchange, and FSDP2's copy-out in all but `direct`. The "
+        "exchange alone is the pull or the all-gather, without either copy. Engine, GEMM and SM columns: the whole."
+    )
+    return markdown(header, rows, lines[0], note)
+
+
+def unshard_calls_table(lines: Sequence[Line]) -> str:
+    """Markdown for CSVs from before copy-ins were measured: a call is the exchange and the copy-out."""
+    header = (
         "shards of a rank", "way", "engine", "call, ms: median (min-max)", "GB/s a rank",
         "time / direct's (min-max)", "host us (min-max)", "of it the pull", "call under a GEMM, ms", "GEMM slower by",
         "SM-ms a call",
     )  # fmt: skip
     rows = [
         (
-            _mib(x), x["variant"], x["engine"] or "-", _time(x), _number(x["gb_per_s"], 0),
-            _spread(x, "vs_direct", 2), _spread(x, "host_us", 0), _number(x["host_pull_us"], 0),
-            _ms(x, "under_gemm_us"), _slowdown(x), _ms(x, "sm_us", 2),
+            _mib(x), x["variant"], x["engine"] or "-", time(x), number(x["gb_per_s"], 0),
+            spread(x, "vs_direct", 2), spread(x, "host_us", 0), number(x["host_pull_us"], 0),
+            ms(x, "under_gemm_us"), slowdown(x), ms(x, "sm_us", 2),
         )
         for x in lines
     ]  # fmt: skip
-    note = f"{lines[0]['parameters']} parameters of a Llama block, bf16; all but `direct` end with FSDP2's copy-out."
-    return _markdown(header, rows, lines[0], note)
+    note = f"{lines[0]['parameters']} parameters of a Llama block, bf16, copied in before a call begins; "
+    return markdown(header, rows, lines[0], note + "all but `direct` end with FSDP2's copy-out.")
 
 
 def _by_task(lines: Sequence[Line]) -> dict[tuple[str, str, str], dict[str, Line]]:
@@ -97,18 +129,18 @@ def reduce_table(lines: Sequence[Line]) -> str:
         three = (plain, symmetric, pulls)
         rows.append(
             (
-                _mib(symmetric), dtype, op, _ms(plain, "median_us"), _time(symmetric), _time(pulls),
-                _spread(pulls, "vs_symmetric", 2),
-                ", ".join(_ms(x, "under_gemm_us") for x in three),
-                ", ".join(_slowdown(x) for x in three),
-                ", ".join(_ms(x, "sm_us", 2) for x in three),
-                ", ".join(_number(x["host_us"], 0) for x in three),
+                _mib(symmetric), dtype, op, ms(plain, "median_us"), time(symmetric), time(pulls),
+                spread(pulls, "vs_symmetric", 2),
+                ", ".join(ms(x, "under_gemm_us") for x in three),
+                ", ".join(slowdown(x) for x in three),
+                ", ".join(ms(x, "sm_us", 2) for x in three),
+                ", ".join(number(x["host_us"], 0) for x in three),
             )
         )  # fmt: skip
     engines = dict.fromkeys(f"{x['variant']}: {x['engine']}" for x in lines if x["engine"])
     note = f"Three numbers are plain, symmetric, copy engine ({_usual(next(iter(_by_task(lines).values())))['variant']}"
     note += "). Seen in the profile: " + "; ".join(engines) + "." if engines else ")."
-    return _markdown(header, rows, lines[0], note)
+    return markdown(header, rows, lines[0], note)
 
 
 def pieces_table(lines: Sequence[Line]) -> str:
@@ -117,10 +149,10 @@ def pieces_table(lines: Sequence[Line]) -> str:
     pieces = list(dict.fromkeys(name for ways in tasks.values() for name in ways if name.startswith("copy engine")))
     header = ("chunk of a rank", "dtype", *(f"{name.removeprefix('copy engine, ')}, ms" for name in pieces))
     rows = [
-        (_mib(next(iter(ways.values()))), dtype, *(_time(ways[name]) for name in pieces))
+        (_mib(next(iter(ways.values()))), dtype, *(time(ways[name]) for name in pieces))
         for (_, dtype, _), ways in tasks.items()
     ]
-    return _markdown(header, rows, lines[0], "Results are equal bit by bit for all piece sizes, checked in the run.")
+    return markdown(header, rows, lines[0], "Results are equal bit by bit for all piece sizes, checked in the run.")
 
 
 def step_table(lines: Sequence[Line]) -> str:
@@ -128,33 +160,47 @@ def step_table(lines: Sequence[Line]) -> str:
     header = (
         "step", "variant", "step, ms: median (min-max)", "tax, ms: median (min-max)", "tax / native's",
         "all-gather: ms, kernels", "reduce-scatter: ms, kernels, local sums", "copy-outs: number, ms",
-        "GEMMs beside it, ms: here / floor's", "SM-ms", "host us: all-gather, reduce-scatter", "peak + symmetric, MiB",
+        "GEMMs beside it, ms: here / floor's", "SM-ms", "host us: unshard, wait for it, reduce",
+        "peak + symmetric, MiB",
     )  # fmt: skip
     rows = []
     for x in lines:
         floor = x["variant"] == "floor"
         rows.append(
             (
-                x["name"].removeprefix("fsdp_step_"), x["variant"], _time(x, 1),
-                "-" if floor else f"{_ms(x, 'tax_us', 1)} ({_ms(x, 'tax_min_us', 1)} to {_ms(x, 'tax_max_us', 1)})",
-                "-" if floor else _number(x["tax_vs_native"], 2),
-                f"{_ms(x, 'all_gather_us', 2)}, {x['gather_kernels']}",
-                f"{_ms(x, 'reduce_scatter_us', 2)}, {x['reduce_kernels']}, {x['local_sums']}",
-                f"{x['copy_outs']}, {_ms(x, 'copy_out_us', 2)}",
-                f"{_ms(x, 'gemm_overlapped_us', 2)} / {_ms(x, 'gemm_alone_us', 2)}",
-                _ms(x, "sm_us", 1), f"{_number(x['host_all_gather_us'], 0)}, {_number(x['host_reduce_scatter_us'], 0)}",
+                _step_name(x, lines), x["variant"], time(x, 1),
+                "-" if floor else f"{ms(x, 'tax_us', 1)} ({ms(x, 'tax_min_us', 1)} to {ms(x, 'tax_max_us', 1)})",
+                "-" if floor else number(x["tax_vs_native"], 2),
+                f"{ms(x, 'all_gather_us', 2)}, {x['gather_kernels']}",
+                f"{ms(x, 'reduce_scatter_us', 2)}, {x['reduce_kernels']}, {x['local_sums']}",
+                f"{x['copy_outs']}, {ms(x, 'copy_out_us', 2)}",
+                f"{ms(x, 'gemm_overlapped_us', 2)} / {ms(x, 'gemm_alone_us', 2)}",
+                ms(x, "sm_us", 1),
+                ", ".join(number(x[f"host_{part}_us"], 0) for part in ("unshard", "wait", "reduce")),
                 f"{int(x['peak_bytes']) / 2**20:.0f} + {int(x['symmetric_bytes']) / 2**20:.0f}",
             )
         )  # fmt: skip
-    return _markdown(header, rows, lines[0], *_losses(lines))
+    note = "Host us: FSDP2's whole `unshard()`, `wait_for_unshard()` and `foreach_reduce()`, timed from outside."
+    if any("group" in _step_name(x, lines) for x in lines):
+        note += " The steps of one group alternate; taxes and ratios never compare two groups."
+    return markdown(header, rows, lines[0], note, *_losses(lines))
+
+
+def _step_name(line: Line, lines: Sequence[Line]) -> str:
+    """The model, and the group where there are several."""
+    name = line["name"].removeprefix("fsdp_step_")
+    several = len({str(x["group"]) for x in lines if x["name"] == line["name"]}) > 1
+    return f"{name}, group {line['group']}" if several else name
 
 
 def _losses(lines: Sequence[Line]) -> list[str]:
-    """One sentence a model: the losses, and whose differ."""
+    """One sentence a model: the losses, what was demanded of them, and whose differ."""
     notes = []
     for name in dict.fromkeys(x["name"] for x in lines):
-        of_all = {x["variant"]: x["losses"] for x in lines if x["name"] == name and x["variant"] != "floor"}
-        others = [f"{variant} {losses}" for variant, losses in of_all.items() if losses != of_all["plain"]]
+        mine = [x for x in lines if x["name"] == name and x["variant"] != "floor"]
+        plain = next(x["losses"] for x in mine if x["variant"] == "plain")
+        others = dict.fromkeys(f"{x['variant']} {x['losses']}" for x in mine if x["losses"] != plain)
         verdict = "other losses: " + ", ".join(others) if others else "all variants the same in every digit"
-        notes.append(f"Losses of {name.removeprefix('fsdp_step_')}: plain {of_all['plain']}; {verdict}.")
+        rule = f"Ours were held to {mine[0]['losses_within']}."
+        notes.append(f"Losses of {name.removeprefix('fsdp_step_')}: plain {plain}; {verdict}. {rule}")
     return notes

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from fsdp_symm import compat, compat_nccl
 from fsdp_symm.memory.arena import Lease
 from fsdp_symm.memory.nccl import NcclSegment
-from fsdp_symm.plan import REDUCE_BY_PULLS_FROM_BYTES
 from fsdp_symm.wire.copy_engine import CopyEngineWire
 from fsdp_symm.wire.device_sum import summable
 from fsdp_symm.wire.pulls import PullPlan
@@ -101,11 +100,12 @@ class NcclWire:
         return work
 
     def _pulls(self, output: torch.Tensor, op: object) -> bool:
-        """Whether our own wire runs this reduce-scatter; the same answer on every rank."""
-        if self._copies is None or self.reduce_scatter_way == "nccl" or not summable(op, output.dtype):
-            return False
-        measured = self._group.size() == 2 and output.nbytes >= REDUCE_BY_PULLS_FROM_BYTES
-        return self.reduce_scatter_way == "copy_engine" or measured
+        """Whether our own wire runs this reduce-scatter; the same answer on every rank.
+
+        ``"auto"`` keeps NCCL's symmetric kernel: measured on ranks that share an H200, a pulled sum takes 0.93 of its
+        time alone but 2.7 times as long beside a GEMM (profiles/reduce_scatter_w2.csv).
+        """
+        return self._copies is not None and self.reduce_scatter_way == "copy_engine" and summable(op, output.dtype)
 
     def pull(
         self,

@@ -66,13 +66,16 @@ def _repository(folder: Path, readme: str) -> Path:
     return folder
 
 
+def _measured() -> list[str]:
+    return [name for name, (path, _) in tables.TABLES.items() if (ROOT / path).is_file()]
+
+
 def _markers(*names: str) -> str:
     return "\n".join(f"<!-- table:{name} -->\nstale\n<!-- /table:{name} -->" for name in names)
 
 
 def test_tables_are_renewed_between_their_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    measured = [name for name, (path, _) in tables.TABLES.items() if (ROOT / path).is_file()]
-    root = _repository(tmp_path, f"head\n{_markers(*measured)}\ntail\n")
+    root = _repository(tmp_path, f"head\n{_markers(*_measured())}\ntail\n")
     assert main(["bench", "tables", "--root", str(root), "--check"]) == 1
     assert "differs from its CSVs" in capsys.readouterr().err
     assert main(["bench", "tables", "--root", str(root)]) == 0
@@ -97,7 +100,27 @@ def test_tables_name_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "expected a CSV, fix: run the benchmark first" in capsys.readouterr().err
 
 
+def test_a_table_is_renewed_where_its_markers_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = _repository(tmp_path, _markers(*(name for name in _measured() if not name.startswith("expert"))))
+    assert main(["bench", "tables", "--root", str(root)]) == 0  # tables of experts are shown only where asked for
+    (root / "docs").mkdir()
+    document = root / "docs/experts.md"
+    document.write_text(f"text\n{_markers('experts_cpu_w2')}\n")
+    assert main(["bench", "tables", "--root", str(root), "--check"]) == 1
+    assert "found docs/experts.md that differs from its CSVs" in capsys.readouterr().err
+    assert main(["bench", "tables", "--root", str(root)]) == 0
+    assert "`copy_engine` loses in" in document.read_text()
+    assert "stale" not in document.read_text()
+    (root / "README.md").write_text((root / "README.md").read_text() + _markers("experts_cpu_w2"))
+    assert main(["bench", "tables", "--root", str(root)]) == 2
+    assert "found no single pair of markers for 'experts_cpu_w2'" in capsys.readouterr().err
+    document.write_text(_markers("experts_w4"))
+    assert main(["bench", "tables", "--root", str(root)]) == 2
+    assert "expected a CSV, fix: run the benchmark first" in capsys.readouterr().err
+
+
 BAD_STEPS = {
+    "--alive": (["--alive", "2"], "--alive: found 2, expected at least 3"),
     "--profiled-steps": (["--profiled-steps", "0"], "--profiled-steps: found 0, expected 1 to 50"),
     "--ranks": (["--ranks", "1"], "--ranks 1 --steps 10: expected at least 2 ranks"),
     "--tokens": (["--tokens", "1000"], "--tokens: found 1000, expected a multiple of 1024"),
@@ -147,3 +170,62 @@ def test_unknown_public_name() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = fsdp_symm.nothing
     assert set(fsdp_symm.__all__) <= set(dir(fsdp_symm))
+
+
+FAKE = """#!/bin/bash
+# takes the place of python: notes how it was called, and writes the CSV
+echo "$NCCL_MAX_CTAS $NCCL_MULTI_RANK_GPU_ENABLE $*" >>"$NOTES"
+while [ $# -gt 0 ]; do [ "$1" = --csv ] && csv=$2; shift; done
+case "$csv" in *"${FAIL:-none}"*) echo "no luck" >&2; exit 1;; esac
+echo a >"$csv"
+"""
+
+
+def _gpu_run(tmp_path: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    fake, notes = tmp_path / "python", tmp_path / "notes"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    notes.write_text("")
+    script = [str(ROOT / "profiles/gpu_run.sh"), str(tmp_path / "out"), *arguments]
+    variables = {"PATH": "/usr/bin:/bin", "PYTHON": str(fake), "NOTES": str(notes), **environment}
+    done = subprocess.run(script, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    return done, notes.read_text().splitlines()
+
+
+def test_the_gpu_script_runs_what_the_commands_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(ROOT.glob("profiles/*"))
+    done, calls = _gpu_run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(ROOT.glob("profiles/*")) == before
+    names = [line.split(":")[0] for line in done.stdout.splitlines()]
+    assert names[:3] == ["fsdp_step_w2", "unshard_w2", "experts_w2"]
+    assert {p.stem for p in (tmp_path / "out").glob("*.csv")} == set(names)
+    csvs = {Path(path).stem for path, _ in tables.TABLES.values()} - {"host_vs_gloo", "inspect", "experts_cpu_w2"}
+    assert csvs <= set(names)  # every table of a GPU has its run
+    for call in calls:
+        ctas, shared, *arguments = call.split()
+        assert (arguments[:2], shared) == (["-m", "fsdp_symm.cli"], "1")
+        assert int(ctas) * int(arguments[arguments.index("--ranks") + 1]) == 32
+        if not torch.cuda.is_available():  # the arguments are good ones: only the GPU is missing
+            assert main(arguments[2:]) == 2
+            assert "found no GPU" in capsys.readouterr().err
+
+    done, calls = _gpu_run(tmp_path)
+    assert (done.returncode, done.stdout, calls) == (0, "", [])  # everything is there
+
+
+def test_the_gpu_script_goes_on_and_says_what_is_missing(tmp_path: Path) -> None:
+    done, calls = _gpu_run(tmp_path, FAIL="unshard_w2")
+    assert done.returncode == 1
+    assert "unshard_w2: failed after 0 s, see" in done.stdout
+    assert (tmp_path / "out/unshard_w2.log").read_text() == "no luck\n"
+    done, again = _gpu_run(tmp_path)
+    assert (done.returncode, len(again)) == (0, 1)
+    assert len(calls) > 5
+
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    done, calls = _gpu_run(fresh, "60")
+    assert done.returncode == 1
+    assert all("unshard" in call for call in calls)  # the others would take longer
+    assert "fsdp_step_w2: not started, about 130 s are needed and 60 s are left" in done.stdout

@@ -12,13 +12,13 @@ import torch
 from fsdp_symm.bench import launch, reduce_scatter, schema, unshard, way_tables
 from fsdp_symm.bench.launch import World, run_ranks
 from fsdp_symm.bench.reduce_scatter import ReduceBench, Result, Task
-from fsdp_symm.bench.timing import Clock, Timed, Way, check, covered, ratios, spread
-from fsdp_symm.bench.unshard import Arenas, BlockShards, Parameters, UnshardBench, make_ways
+from fsdp_symm.bench.timing import Beside, Clock, Timed, Way, check, covered, ratios, spread
+from fsdp_symm.bench.unshard import Arenas, UnshardBench, make_ways
+from fsdp_symm.bench.unshard_block import BlockShards, Parameters
 from fsdp_symm.cli import main
-from fsdp_symm.errors import SymmMemError, SymmMemTimeoutError
+from fsdp_symm.errors import SymmMemError, SymmMemTimeoutError, SymmMemUnavailableError
 
 CPU = torch.device("cpu")
-ROW = {"versions": "v", "hardware": "h", "command": "c", "n": 5, "ranks": 2}
 
 
 def _alone(rank: int = 0, size: int = 2) -> World:
@@ -51,25 +51,33 @@ def test_unshard_measures_every_way(tmp_path: Path) -> None:
         assert x["vs_direct_min"] <= x["vs_direct"] <= x["vs_direct_max"]
         assert x["host_us"] > 0
         assert (x["parameters"], x["n"], x["command"]) == (9, 5, "the command")
-        assert (x["host_pull_us"] != "") == (x["variant"] == unshard.DIRECT)
+        assert 0 < x["exchange_us_min"] <= x["exchange_us"] <= x["exchange_us_max"]
+        assert x["exchange_host_us"] > 0
+        assert x["exchange_vs_direct_min"] <= x["exchange_vs_direct"] <= x["exchange_vs_direct_max"]
+        assert x["gb_per_s"] == pytest.approx(x["bytes"] / x["exchange_us"] / 1e3, abs=0.1)
+        assert (x["vs_direct"] == x["exchange_vs_direct"] == 1.0) == (x["variant"] == unshard.DIRECT)
     path = tmp_path / "unshard.csv"
     schema.write_lines(path, lines)
     assert [r.variant for r in schema.read(path)] == [x["variant"] for x in lines]
     assert way_tables.unshard_table(schema.read_lines(path)) == way_tables.unshard_table(lines)
 
 
+def test_shards_are_rounded_on_their_way() -> None:
+    shards = BlockShards.scaled(2**18, 2)
+    for index in range(9):
+        master, shard = shards.master(1, index, CPU), shards.shard(1, index, CPU)
+        assert (master.dtype, shard.dtype) == (torch.float32, torch.bfloat16)
+        assert not torch.equal(master, shard.float())  # a copy of bits would be found out
+        assert not torch.equal(shard, shards.shard(0, index, CPU))
+
+
 def _swapped(world: World, _: None) -> list[str]:
     """Every way is right; one that does nothing, and one whose last rank has two shards exchanged, are found out."""
     shards = BlockShards.scaled(2**18, world.size)
     arenas = Arenas(world, shards)
-    ways = make_ways(world, shards, arenas, [])
+    ways = make_ways(world, shards, arenas)
     check(world, ways, "unshard")
     parameters = Parameters(world, shards)
-    wrong = parameters.way("nothing", lambda: None)
-    errors = []
-    with pytest.raises(SymmMemError) as error:
-        check(world, [wrong], "unshard")
-    errors.append(str(error.value))
 
     def swap() -> None:
         for index, target in enumerate(parameters.targets):
@@ -77,20 +85,32 @@ def _swapped(world: World, _: None) -> list[str]:
                 source = (rank + 1) % world.size if index == 4 and world.rank == world.size - 1 else rank
                 row.copy_(shards.shard(source, index, world.device))
 
-    with pytest.raises(SymmMemError) as error:
-        check(world, [parameters.way("swapped", swap)], "unshard")
-    errors.append(str(error.value))
+    wrong = [parameters.way("nothing", lambda: None), parameters.way("swapped", swap)]
+    # the real ways, but without their work: every one of them must be found out by its own check
+    wrong += [Way(way.name, lambda: None, way.wrong, way.poison) for way in ways]
+    errors = []
+    for way in wrong:
+        with pytest.raises(SymmMemError) as error:
+            check(world, [way], "unshard")
+        errors.append(str(error.value))
     del ways
     arenas.close()
     return errors
 
 
 def test_unshard_finds_wrong_bytes() -> None:
-    nothing, swapped = run_ranks(_swapped, None, ranks=3, device_type="cpu", what="test")
+    nothing, swapped, *idle = run_ranks(_swapped, None, ranks=3, device_type="cpu", what="test")
     assert "unshard by nothing: a wrong result on ranks [0, 1, 2]; nothing was timed" in nothing
     assert "parameter 0, shard of rank 0" in nothing
     assert "a wrong result on ranks [2]" in swapped
     assert "a right result on this rank" in swapped
+    names = [f"{way}{part}" for way in ("direct", "plain NCCL", "NCCL window", "staged") for part in ("", ", exchange")]
+    assert len(idle) == len(names)
+    for name, text in zip(names, idle, strict=True):
+        assert f"unshard by {name}: a wrong result on ranks [0, 1, 2]" in text
+        own_is_left = name == "direct, exchange"
+        peers_only = "parameter 0, shard of rank 1" if own_is_left else "rank"
+        assert peers_only in text
 
 
 # --- reduce-scatter ----------------------------------------------------------------------------------------
@@ -105,6 +125,58 @@ def test_reduce_scatter_measures_every_way(tmp_path: Path) -> None:
         assert x["usual"] == (x["variant"] == "host")
     schema.write_lines(tmp_path / "r.csv", lines)
     assert len(schema.read(tmp_path / "r.csv")) == len(lines)
+
+
+class _Pulling:
+    """A wire that notes what it was told to do."""
+
+    def __init__(self, engine: str) -> None:
+        self.reduce_scatter_way = "nccl"
+        self.engine = engine
+        self.calls: list[tuple[str, int]] = []
+
+    def reduce_engine(self, output: torch.Tensor, op: object) -> str:
+        return self.engine if self.reduce_scatter_way == "copy_engine" else "nccl"
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> None:
+        from fsdp_symm.wire import pull_reduce
+
+        self.calls.append((self.reduce_scatter_way, pull_reduce.PIECE_BYTES))
+        if len(self.calls) == 3:
+            raise KeyboardInterrupt
+
+
+class _Slots:
+    """An arena that hands out ordinary memory."""
+
+    group = type("G", (), {"size": staticmethod(lambda: 2)})
+
+    def acquire_lease(self, role: str, nbytes: int, *, owner: str) -> tuple[torch.Tensor, None]:
+        return torch.empty(nbytes, dtype=torch.uint8), None
+
+    def next_epoch(self, lease: None) -> int:
+        return 1
+
+
+def test_pieces_of_any_size_run_on_the_arena_s_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdp_symm.wire import pull_reduce
+
+    usual, wire = pull_reduce.PIECE_BYTES, _Pulling("copy_engine")
+    monkeypatch.setattr(reduce_scatter, "wire_of", lambda arena: wire)
+    pieces = reduce_scatter._Pieces(_Slots())  # type: ignore[arg-type]
+    task, output = Task(1024, torch.float32, "SUM"), torch.empty(1024)
+    pieces.check(task, output)
+    pieces.run(2, task, output)
+    pieces.run(0.5, task, output)
+    with pytest.raises(KeyboardInterrupt):
+        pieces.run(8, task, output)
+    assert wire.calls == [("copy_engine", 2 << 20), ("copy_engine", 1 << 19), ("copy_engine", 8 << 20)]
+    assert (wire.reduce_scatter_way, pull_reduce.PIECE_BYTES) == ("nccl", usual)
+    assert pieces.usual == reduce_scatter.pulls_name(usual / 2**20)
+
+    wire.engine = "nccl"
+    with pytest.raises(SymmMemUnavailableError, match="it would run on nccl"):
+        pieces.check(task, output)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -159,7 +231,7 @@ class _Scripted(Clock):
 
     script: tuple[float, list[tuple[float, float]], list[tuple[float, float]]]
 
-    def _queue_beside(self, way: Way, beside: int, head: int) -> Any:
+    def _queue_beside(self, way: Way, plan: Beside, head: int) -> Any:
         return self.script
 
 
@@ -173,11 +245,65 @@ def test_only_products_beside_calls_count() -> None:
     clock._beside(way, timed, [100.0, 96.0])
     assert timed.beside == 2  # one on each rank
     assert timed.slowdown == [pytest.approx(((120 / 100 + 120 / 96) / 2 - 1) * 100)]
-    assert timed.under == [90.0]  # of groups of one call: 110 and 70; the third is beside nothing
+    # of groups of so many calls: 110 and 70; the third is beside nothing
+    assert timed.under == [90.0 / Beside.of(clock.product_us, 50.0).calls]
 
     clock.script = (0.0, [(0.0, 10.0)], [(50.0, 60.0)])
     clock._beside(way, timed, [100.0, 96.0])
     assert len(timed.slowdown) == len(timed.under) == 1
+
+
+def test_products_and_calls_last_about_as_long() -> None:
+    assert Beside.of(100.0, 30.0) == Beside(12, 12, 4)
+    assert Beside.of(100.0, 1.0) == Beside(12, 12, 16)
+    for call_us in (150.0, 900.0, 4000.0):
+        plan = Beside.of(100.0, call_us)
+        assert plan.calls == 1
+        assert plan.products * 100.0 >= 3 * call_us  # some calls lie wholly beside products
+        assert plan.groups * call_us >= 1.2 * plan.products * 100.0
+    assert Beside.of(1.0, 1e6).products == 200
+
+
+class _Logged(Clock):
+    """Notes the order of products and calls."""
+
+    def __init__(self) -> None:
+        super().__init__(_TwoRanks(0, 2, CPU, None, None))  # type: ignore[arg-type]
+        self.log: list[str] = []
+        self._product.run = lambda: self.log.append("product")  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_calls_that_wait_come_behind_all_products(waits: bool) -> None:
+    clock = _Logged()
+    way = Way("w", lambda: clock.log.append("call"), lambda: None, lambda: None, waits)
+    _, products, groups = clock._queue_beside(way, Beside(4, 2, 2), 0)
+    assert (len(products), len(groups)) == (4, 2)
+    two_calls = ["call"] * 2
+    if waits:
+        assert clock.log == ["product"] * 4 + two_calls * 2
+    else:
+        assert clock.log == [*two_calls, "product", "product"] * 2
+
+
+def test_only_chosen_ways_run_beside_products() -> None:
+    clock = _Logged()
+    calls = {"a": 0, "b": 0}
+
+    def way(name: str) -> Way:
+        def run() -> None:
+            calls[name] += 1
+            time.sleep(0.0005)
+
+        return Way(name, run, lambda: None, lambda: None)
+
+    times = clock.time_all([way("a"), way("b")], beside=["b"])
+    assert times["a"].under == times["a"].slowdown == []
+    assert calls["b"] > calls["a"]
+    assert len(times["a"].alone) == len(times["b"].alone) == 5
+    before = calls["b"]
+    assert clock.time_all([way("b")], beside=())["b"].beside == 0
+    assert calls["b"] > before
 
 
 def test_policies_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,10 +331,18 @@ def test_a_profile_is_split_by_step() -> None:
         row("copy", "Memcpy DtoD (Device -> Device)", 105.0, 4),
         row("kernel", "ncclSymkDevKernel_ReduceScatter_LD_sum_bf16", 120.0, blocks=16),
     ]
+    trace.device_rows.append(row("copy", "Memcpy DtoH (Device -> Pageable)", 140.0, 8))
+    runtime = [(10.0, "cudaLaunchKernel"), (141.0, "cudaStreamSynchronize"), (150.0, "cudaEventSynchronize")]
+    runtime += [(160.0, "cudaDeviceSynchronize"), (260.0, "cudaStreamSynchronize")]  # the step's own end, and outside
+    for start, name in runtime:
+        trace.launches.start_us.append(start)
+        trace.launches.name.append(name)
     ways = [Way(name, lambda: None, lambda: None, lambda: None) for name in ("pulls", "symmetric")]
     seen = split(trace, ways)
-    assert seen["pulls"].columns() == {"engine": "copy engine", "sm_us": round(1000 / 3, 1), "kernels": 0.33}
-    assert seen["symmetric"].columns() == {"engine": "symmetric kernel", "sm_us": round(160 / 3, 1), "kernels": 0.33}
+    pulls = {"engine": "copy engine", "sm_us": round(1000 / 3, 1), "kernels": 0.33, "host_reads": 0.0}
+    assert seen["pulls"].columns() == pulls | {"host_waits": 0.0}
+    kernel = {"engine": "symmetric kernel", "sm_us": round(160 / 3, 1), "kernels": 0.33, "host_reads": 0.33}
+    assert seen["symmetric"].columns() == kernel | {"host_waits": 0.67}
     with pytest.raises(SymmMemError, match="one step a way"):
         split(trace, ways[:1])
 
@@ -268,77 +402,3 @@ def test_bad_way_arguments(name: str, capsys: pytest.CaptureFixture[str], tmp_pa
 def test_ways_need_a_gpu(bench: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["bench", bench, "--csv", str(tmp_path / "x.csv")]) == 2
     assert f"bench {bench}: found no GPU, expected one or more" in capsys.readouterr().err
-
-
-def test_a_command_writes_what_it_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    asked: list[UnshardBench] = []
-
-    def measured(bench: UnshardBench) -> list[dict[str, Any]]:
-        asked.append(bench)
-        return [_unshard_line("direct", 1000.0)]
-
-    monkeypatch.setattr(unshard, "measure", measured)
-    path = tmp_path / "deep" / "u.csv"
-    assert main(["bench", "unshard", "--csv", str(path), "--ranks", "4", "--mib", "8,64"]) == 0
-    assert (asked[0].ranks, asked[0].mib) == (4, (8.0, 64.0))
-    assert asked[0].command == f"fsdp-symm bench unshard --csv {path} --ranks 4 --mib 8,64"
-    assert schema.read(path)[0].variant == "direct"
-    assert "| 128 MiB | direct |" in capsys.readouterr().out
-
-
-# --- tables ------------------------------------------------------------------------------------------------
-
-
-def _unshard_line(variant: str, us: float, **more: Any) -> dict[str, Any]:
-    line = ROW | {"name": "unshard", "variant": variant, "bytes": 128 << 20, "dtype": "bfloat16", "parameters": 9}
-    line |= {"median_us": us, "min_us": us - 1, "max_us": us + 1, "gb_per_s": 350.4, "engine": "", "sm_us": ""}
-    line |= {"host_pull_us": 31.2} | spread("host_us", [38.4, 36.0, 41.0], 1) | spread("vs_direct", [us / 1000], 3)
-    return line | spread("under_gemm_us", [], 1) | spread("gemm_slowdown_pct", [1.5, -0.25, 2.0], 2) | more
-
-
-def test_unshard_table() -> None:
-    lines = [_unshard_line("direct", 1000.0, engine="copy engine", sm_us=0.0)]
-    lines += [_unshard_line("NCCL window", 3200.0, gemm_slowdown_pct="", host_pull_us="")]
-    _, _, first, second, _, *notes = way_tables.unshard_table(lines).splitlines()
-    assert first == (
-        "| 128 MiB | direct | copy engine | 1.000 (0.999-1.001) | 350 | 1.00 (1.00-1.00) | 38 (36-41) | 31 | - "
-        "| 1.5 % (-0.2 to 2.0) | 0.00 |"
-    )
-    assert second == (
-        "| 128 MiB | NCCL window | - | 3.200 (3.199-3.201) | 350 | 3.20 (3.20-3.20) | 38 (36-41) | - | - | - | - |"
-    )
-    assert notes[0].startswith("9 parameters")
-    assert notes[1] == "2 ranks on h; v; `c`."
-
-
-def _reduce_lines() -> list[dict[str, Any]]:
-    lines = []
-    times = {"symmetric kernel": 2000.0, "plain NCCL": 4000.0}
-    times |= {"copy engine, 2 MiB pieces": 1500.0, "copy engine, 8 MiB pieces": 1000.0}
-    for op in ("SUM", "AVG"):
-        for variant, us in times.items():
-            line = ROW | {"name": "reduce_scatter", "variant": variant, "bytes": 64 << 20, "dtype": "float32", "op": op}
-            line |= {"median_us": us, "min_us": us, "max_us": us, "usual": int(variant.endswith("8 MiB pieces"))}
-            line |= spread("host_us", [50.0], 1) | spread("vs_symmetric", [us / 2000], 3) | {"engine": "copy engine"}
-            line |= spread("under_gemm_us", [us], 1) | spread("gemm_slowdown_pct", [us / 1000], 2) | {"sm_us": us}
-            lines.append(line)
-    return lines
-
-
-def test_reduce_tables() -> None:
-    lines = _reduce_lines()
-    _, _, first, second, _, note, _ = way_tables.reduce_table(lines).splitlines()
-    assert first.startswith(
-        "| 64 MiB | float32 | SUM | 4.000 | 2.000 (2.000-2.000) | 1.000 (1.000-1.000) | 0.50 (0.50-0.50) "
-        "| 4.000, 2.000, 1.000 | 4.0 % (4.0 to 4.0), 2.0 % (2.0 to 2.0), 1.0 % (1.0 to 1.0) | 4.00, 2.00, 1.00 |"
-    )
-    assert "| AVG |" in second
-    assert "copy engine, 8 MiB pieces" in note
-    header, _, row, *_ = way_tables.pieces_table(lines).splitlines()
-    assert header == "| chunk of a rank | dtype | 2 MiB pieces, ms | 8 MiB pieces, ms |"
-    assert row == "| 64 MiB | float32 | 1.500 (1.500-1.500) | 1.000 (1.000-1.000) |"
-    for line in lines:
-        line["usual"] = 0
-    assert "| 1.500 (1.500-1.500) | 0.75 " in way_tables.reduce_table(lines)

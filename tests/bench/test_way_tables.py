@@ -1,0 +1,107 @@
+"""The tables of ways, from lines as the benchmarks write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_symm.bench import schema, tables, unshard, way_tables
+from fsdp_symm.bench.timing import spread
+from fsdp_symm.bench.unshard import UnshardBench
+from fsdp_symm.cli import main
+
+ROW = {"versions": "v", "hardware": "h", "command": "c", "n": 5, "ranks": 2}
+
+
+def test_a_command_writes_what_it_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked: list[UnshardBench] = []
+
+    def measured(bench: UnshardBench) -> list[dict[str, Any]]:
+        asked.append(bench)
+        return [_unshard_line("direct", 1000.0)]
+
+    monkeypatch.setattr(unshard, "measure", measured)
+    path = tmp_path / "deep" / "u.csv"
+    assert main(["bench", "unshard", "--csv", str(path), "--ranks", "4", "--mib", "8,64"]) == 0
+    assert (asked[0].ranks, asked[0].mib) == (4, (8.0, 64.0))
+    assert asked[0].command == f"fsdp-symm bench unshard --csv {path} --ranks 4 --mib 8,64"
+    assert schema.read(path)[0].variant == "direct"
+    assert "| 128 MiB | direct |" in capsys.readouterr().out
+
+
+# --- tables ------------------------------------------------------------------------------------------------
+
+
+def _unshard_line(variant: str, us: float, **more: Any) -> dict[str, Any]:
+    line = ROW | {"name": "unshard", "variant": variant, "bytes": 128 << 20, "dtype": "bfloat16", "parameters": 9}
+    line |= {"median_us": us, "min_us": us - 1, "max_us": us + 1, "gb_per_s": 350.4, "engine": "", "sm_us": ""}
+    line |= spread("exchange_us", [us / 2], 1) | spread("exchange_vs_direct", [us / 2000, us / 1000, us / 3000], 3)
+    line |= {"exchange_host_us": 31.2} | spread("host_us", [38.4, 36.0, 41.0], 1) | spread("vs_direct", [us / 1000], 3)
+    return line | spread("under_gemm_us", [], 1) | spread("gemm_slowdown_pct", [1.5, -0.25, 2.0], 2) | more
+
+
+def test_unshard_table() -> None:
+    lines = [_unshard_line("direct", 1000.0, engine="copy engine", sm_us=0.0)]
+    lines += [_unshard_line("NCCL window", 3200.0, gemm_slowdown_pct="")]
+    _, _, first, second, _, *notes = way_tables.unshard_table(lines).splitlines()
+    assert first == (
+        "| 128 MiB | direct | copy engine | 1.000 (0.999-1.001) | 1.00 (1.00-1.00) | 0.500 (0.500-0.500) "
+        "| 0.50 (0.33-1.00) | 350 | 38 (36-41) | 31 | - | 1.5 % (-0.2 to 2.0) | 0.00 |"
+    )
+    assert second == (
+        "| 128 MiB | NCCL window | - | 3.200 (3.199-3.201) | 3.20 (3.20-3.20) | 1.600 (1.600-1.600) "
+        "| 1.60 (1.07-3.20) | 350 | 38 (36-41) | 31 | - | - | - |"
+    )
+    assert notes[0].startswith("9 parameters")
+    assert "copy-out in all but `direct`" in notes[0]
+    assert notes[1] == "2 ranks on h; v; `c`."
+
+
+def test_lines_from_before_the_copy_in_have_their_own_table(tmp_path: Path) -> None:
+    line = _unshard_line("direct", 1000.0, engine="copy engine", sm_us=0.0, host_pull_us=29.9)
+    old = {name: value for name, value in line.items() if not name.startswith("exchange")}
+    path = tmp_path / "u.csv"
+    schema.write_lines(path, [old])
+    header, _, row, *_ = tables.TABLES["unshard_w2"][1](path).splitlines()
+    assert "call, ms: median (min-max)" in header
+    assert row == (
+        "| 128 MiB | direct | copy engine | 1.000 (0.999-1.001) | 350 | 1.00 (1.00-1.00) | 38 (36-41) | 30 | - "
+        "| 1.5 % (-0.2 to 2.0) | 0.00 |"
+    )
+    schema.write_lines(path, [line])
+    assert "whole unshard, ms" in tables.TABLES["unshard_w2"][1](path)
+
+
+def _reduce_lines() -> list[dict[str, Any]]:
+    lines = []
+    times = {"symmetric kernel": 2000.0, "plain NCCL": 4000.0}
+    times |= {"copy engine, 2 MiB pieces": 1500.0, "copy engine, 8 MiB pieces": 1000.0}
+    for op in ("SUM", "AVG"):
+        for variant, us in times.items():
+            line = ROW | {"name": "reduce_scatter", "variant": variant, "bytes": 64 << 20, "dtype": "float32", "op": op}
+            line |= {"median_us": us, "min_us": us, "max_us": us, "usual": int(variant.endswith("8 MiB pieces"))}
+            line |= spread("host_us", [50.0], 1) | spread("vs_symmetric", [us / 2000], 3) | {"engine": "copy engine"}
+            line |= spread("under_gemm_us", [us], 1) | spread("gemm_slowdown_pct", [us / 1000], 2) | {"sm_us": us}
+            lines.append(line)
+    return lines
+
+
+def test_reduce_tables() -> None:
+    lines = _reduce_lines()
+    _, _, first, second, _, note, _ = way_tables.reduce_table(lines).splitlines()
+    assert first.startswith(
+        "| 64 MiB | float32 | SUM | 4.000 | 2.000 (2.000-2.000) | 1.000 (1.000-1.000) | 0.50 (0.50-0.50) "
+        "| 4.000, 2.000, 1.000 | 4.0 % (4.0 to 4.0), 2.0 % (2.0 to 2.0), 1.0 % (1.0 to 1.0) | 4.00, 2.00, 1.00 |"
+    )
+    assert "| AVG |" in second
+    assert "copy engine, 8 MiB pieces" in note
+    header, _, row, *_ = way_tables.pieces_table(lines).splitlines()
+    assert header == "| chunk of a rank | dtype | 2 MiB pieces, ms | 8 MiB pieces, ms |"
+    assert row == "| 64 MiB | float32 | 1.500 (1.500-1.500) | 1.000 (1.000-1.000) |"
+    for line in lines:
+        line["usual"] = 0
+    assert "| 1.500 (1.500-1.500) | 0.75 " in way_tables.reduce_table(lines)
