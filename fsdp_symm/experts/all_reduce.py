@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fsdp_symm.experts import ops, routing
 from fsdp_symm.experts.config import EpConfig
-from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, facts
+from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, Traffic, facts
 from fsdp_symm.experts.registry import ContextEP
 
 
@@ -51,6 +51,10 @@ class LocalExchange:
     def room(self) -> int | None:
         """Any number of rows fits."""
         return None
+
+    def traffic(self) -> Traffic:
+        """Nothing travels."""
+        return Traffic("local")
 
     def fail(self, text: str) -> None:
         """No peer waits here."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp_symm.experts import routing
 from fsdp_symm.experts.config import EpConfig
-from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, facts
+from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, Traffic, facts
 from fsdp_symm.experts.registry import TokenExchangeEP
 
 
@@ -26,6 +26,7 @@ class CollectiveExchange:
         self._config = config
         self._num_ranks = group.size()
         self._rank = group.rank()
+        self._bytes_moved = 0
 
     def prepare(self, ids: torch.Tensor) -> Prepared:
         """All-gather the facts, then send each rank the ids of its rows."""
@@ -59,6 +60,7 @@ class CollectiveExchange:
         result = rows.new_empty((sum(received), rows.shape[1]))
         if rows.shape[1]:
             dist.all_to_all_single(result, rows, list(received), list(sent), group=self._group)
+            self._bytes_moved += (len(result) - received[self._rank]) * rows.shape[1] * rows.element_size()
         return result
 
     def resize(self, max_tokens: int) -> None:
@@ -67,6 +69,10 @@ class CollectiveExchange:
     def room(self) -> int | None:
         """Any number of rows fits."""
         return None
+
+    def traffic(self) -> Traffic:
+        """Rows received from peers; the facts that go before them are not counted."""
+        return Traffic("all_to_all", bytes_moved=self._bytes_moved)
 
     def fail(self, text: str) -> None:
         """A process group has no way to say it; its own timeout ends the peers' wait."""

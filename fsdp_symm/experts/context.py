@@ -17,7 +17,7 @@ from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemConfigError, SymmMemError, problem
 from fsdp_symm.experts import routing
 from fsdp_symm.experts.config import EpConfig, refuse
-from fsdp_symm.experts.exchange import Exchange, Layout
+from fsdp_symm.experts.exchange import Exchange, Layout, Prepared
 
 TRANSPORTS = ("copy_engine", "copy_engine_exact", "all_to_all", "local")
 _ROOM_STEP = 64  # a grown buffer has some room to spare, so that it does not grow again at once
@@ -139,6 +139,8 @@ class EpContext:
                     facts.raise_rows(room)
                 self.exchange.resize(-(-facts.rows_needed // _ROOM_STEP) * _ROOM_STEP)
                 prepared = self.exchange.prepare(ids)
+            if room is not None and self.config.overflow == "grow" and not self.exchange.exact:
+                prepared = _without_spare_room(prepared, facts.rows_needed)
             capacity = facts.capacity(alignment, capacity)
         laid = routing.arrange(
             prepared.ids,
@@ -180,6 +182,25 @@ class EpContext:
         if not self.closed:
             self.closed = True
             self.exchange.close()
+
+    def abandon(self, reason: str) -> None:
+        """Give memory back without waiting for anybody; peers that wait for this rank raise, quoting ``reason``."""
+        if not self.closed:
+            self.exchange.fail(reason)
+            self.close()
+
+
+def _without_spare_room(prepared: Prepared, rows: int) -> Prepared:
+    """Padded rows cut down to ``rows`` for each pair of ranks.
+
+    Shapes then follow from the batch alone: a recomputation finds those of its forward, though buffers may have grown
+    in between. What no rank needs does not travel either.
+    """
+    ranks, width = prepared.home.shape[1], prepared.ids.shape[1]
+    blocks = prepared.ids.view(ranks, -1, width)
+    room = blocks.shape[1]
+    home = torch.where(prepared.home >= 0, prepared.home // room * rows + prepared.home % room, -1)
+    return Prepared(home, prepared.table, blocks[:, :rows].reshape(ranks * rows, width))
 
 
 class _Facts:
@@ -282,6 +303,17 @@ def shared_context(group: dist.ProcessGroup, config: EpConfig, transport: str) -
     context = EpContext(group, config, transport)
     _shared.append(context)
     return context
+
+
+def open_contexts() -> list[EpContext]:
+    """The shared contexts that are in use, in the order of creation."""
+    return [c for c in _shared if not c.closed]
+
+
+def abandon_shared(reason: str) -> None:
+    """Give every shared context's memory back without waiting, for a rank that fails and will not go on."""
+    while _shared:
+        _shared.pop(0).abandon(reason)
 
 
 def close_shared() -> None:

@@ -17,10 +17,11 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemError
 from fsdp_symm.experts import routing, symmetric
 from fsdp_symm.experts.config import EpConfig, refuse
-from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, facts
+from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, Traffic, facts
 from fsdp_symm.experts.registry import TokenExchangeEP
 from fsdp_symm.memory.arena import Lease, SymmMemArena
 from fsdp_symm.plan import Lane, Ring
@@ -29,6 +30,7 @@ from fsdp_symm.wire.pulls import Block, PullPlan
 
 _SLOTS = 2  # a slot is free at the end of its call; with two, the next call need not wait for slow readers
 _PART_ALIGNMENT_BYTES = 256  # copy engines are fastest on whole lines
+_PLANS = 256  # kept; more only come up where the number of rows changes all the time
 _FIRST_ROOM = 64  # rows, where the number of tokens is not known beforehand and buffers grow
 
 
@@ -82,6 +84,8 @@ class WireExchange:
         self._packed = exact or config.rows_per_peer is not None
         self._room = config.rows_per_peer or config.max_tokens_per_rank or _FIRST_ROOM
         self._plans: dict[object, PullPlan] = {}
+        self._bytes_moved = 0
+        self._waited_s = 0.0  # in arenas that were given back
         self.arena = self._make_arena()
 
     def _make_arena(self) -> SymmMemArena:
@@ -177,6 +181,7 @@ class WireExchange:
 
     def resize(self, max_tokens: int) -> None:
         """Another arena with more room. Collective."""
+        self._waited_s += self.arena.segment.wait_s
         self.close()
         self._room = max_tokens
         self._plans.clear()  # a wire may keep addresses of the old arena with a plan
@@ -185,6 +190,11 @@ class WireExchange:
     def room(self) -> int | None:
         """C."""
         return self._room
+
+    def traffic(self) -> Traffic:
+        """Bytes of the arena, and those pulled from peers' slots."""
+        held = 0 if self.arena.closed else self.arena.nbytes
+        return Traffic(self.arena.engine, held, self._bytes_moved, self._waited_s + self.arena.segment.wait_s)
 
     def fail(self, text: str) -> None:
         """Peers that wait for this rank raise with the text; the arena is of no use afterwards."""
@@ -210,7 +220,7 @@ class WireExchange:
         target.narrow(0, layout.first_received(self._rank, self._rank), tokens.shape[0]).copy_(tokens)
         what = f"ep dispatch: tokens in place, {tokens.shape[1]} x {tokens.dtype}"
         plan = self._plan("dispatch", [part])
-        wire_of(arena).pull(lease, arena.next_epoch(lease), plan, [target], what=what, async_op=False)
+        self._pull("dispatch", arena, lease, plan, [target], what)
         # The tensor is the caller's, who may write into it next: only when everybody has read it.
         arena.segment.before_reuse(lease, what)
         return target
@@ -234,8 +244,31 @@ class WireExchange:
         except BaseException as error:  # also Ctrl-C: the peers must not wait for this rank
             self.arena.segment.fail(str(error) if isinstance(error, SymmMemError) else repr(error))
             raise
-        wire_of(self.arena).pull(lease, self.arena.next_epoch(lease), plan, targets, what=what, async_op=False)
+        self._pull(lane, self.arena, lease, plan, targets, what)
         return targets
+
+    def _pull(
+        self,
+        lane: Lane,
+        arena: SymmMemArena,
+        lease: Lease,
+        plan: PullPlan,
+        targets: list[torch.Tensor],
+        what: str,
+    ) -> None:
+        """The call itself, in a range that ``fsdp-symm inspect`` reads; its bytes are those that all ranks send one."""
+        wire = wire_of(arena)
+        nbytes = sum(block.packed_nbytes for block in plan.blocks)
+        with compat.annotate(
+            f"fsdp_symm::{lane}",
+            module=what,
+            bytes=nbytes * self._num_ranks // max(self._num_ranks - 1, 1),
+            engine=wire.pull_engine,
+            group=arena.group_name,
+            group_size=self._num_ranks,
+            op="",
+        ):
+            wire.pull(lease, arena.next_epoch(lease), plan, targets, what=what, async_op=False)
 
     def _fill(
         self,
@@ -262,8 +295,11 @@ class WireExchange:
         key = (lane, tuple((p.row_bytes, p.layout) for p in parts))
         if (plan := self._plans.get(key)) is None:
             plan = PullPlan(self._blocks(lane, parts), rank=self._rank, world_size=self._num_ranks)
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
             if not self.exact:  # exact sizes hardly ever come again
                 self._plans[key] = plan
+        self._bytes_moved += sum(block.packed_nbytes for block in plan.blocks)
         return plan
 
     def _blocks(self, lane: Lane, parts: list[_Part]) -> list[Block]:

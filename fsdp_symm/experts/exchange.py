@@ -79,6 +79,22 @@ class PartSpec(NamedTuple):
     device: torch.device
 
 
+class Traffic(NamedTuple):
+    """What an exchange holds and has moved on this rank, in numbers.
+
+    Attributes:
+        engine: who moves the rows: that of the symmetric memory (``"host"``, ``"nccl"``), or the transport's name.
+        arena_bytes: symmetric bytes held now.
+        bytes_moved: bytes fetched or received from peers so far.
+        wait_s: seconds waited for peers so far, where that is known.
+    """
+
+    engine: str
+    arena_bytes: int = 0
+    bytes_moved: int = 0
+    wait_s: float = 0.0
+
+
 class Exchange(Protocol):
     """Moves rows there and back. All methods are collective over the group."""
 
@@ -110,6 +126,10 @@ class Exchange(Protocol):
 
     def room(self) -> int | None:
         """Rows that fit between two ranks, ``None``: any number."""
+        ...
+
+    def traffic(self) -> Traffic:
+        """Numbers of this moment; local, cheap."""
         ...
 
     def fail(self, text: str) -> None:

@@ -22,6 +22,11 @@ def _at_least(section: Any, name: str, least: int) -> None:
         raise FieldError(name, f"found {value}; allowed: {least} or more")
 
 
+def _check_timeout(seconds: float) -> None:
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise FieldError("timeout_s", f"found {seconds}; allowed: a finite number of seconds above 0")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSection:
     """Which torchtitan model, and from which function of its config registry."""
@@ -51,7 +56,7 @@ class FsdpSymmSection:
         "'direct': into the parameters themselves; 'staged': through a symmetric buffer; 'auto': direct if possible",
     )
     reduce_scatter: Literal["auto", "copy_engine", "nccl", "off"] = _doc(
-        "auto", "'copy_engine': pulled and summed here; 'nccl': NCCL's symmetric kernel; 'auto': by size"
+        "auto", "'copy_engine': pulled and summed here; 'nccl': NCCL's symmetric kernel; 'auto': nccl, measured faster"
     )
     modules: str = _doc("", "shell pattern on module names, e.g. 'layers.*', of what to switch; empty: all")
     zero_cta: bool = _doc(
@@ -74,15 +79,75 @@ class FsdpSymmSection:
                 "found true beside zero_cta = true, which gives the policy to every communicator; allowed: one of the"
                 " two, e.g. zero_cta = false",
             )
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise FieldError("timeout_s", f"found {self.timeout_s}; allowed: a finite number of seconds above 0")
+        _check_timeout(self.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertParallelSection:
-    """How mixture-of-experts tokens travel between ranks."""
+    """How mixture-of-experts tokens travel between ranks (``parallelism.expert_parallel_degree`` above 1)."""
 
-    implementation: Literal["all_to_all"] = _doc("all_to_all", "torchtitan's own AllToAll token dispatcher")
+    implementation: Literal["torchtitan", "auto", "copy_engine", "copy_engine_exact", "all_to_all"] = _doc(
+        "torchtitan",
+        "'torchtitan': its own dispatcher, untouched; 'copy_engine': padded rows in symmetric memory;"
+        " 'copy_engine_exact': the same, only rows that exist; 'all_to_all': the process group's collectives;"
+        " 'auto': copy_engine where padding is affordable and memory can be had, else all_to_all",
+    )
+    overflow: Literal["grow", "raise", "drop"] = _doc(
+        "grow",
+        "when rows do not fit the sizes below: 'grow' makes room, 'raise' stops every rank, 'drop' drops the last",
+    )
+    max_tokens_per_rank: int = _doc(
+        0, "tokens a rank may bring to one call; 0: the batch (local_batch_size * seq_len over cp and tp)"
+    )
+    rows_per_peer: int = _doc(
+        0, "copy_engine, copy_engine_exact: rows one rank may send another; 0: max_tokens_per_rank, which drops nothing"
+    )
+    recv_capacity_per_rank: int = _doc(
+        0, "rows a rank's experts may get in one call; 0: as many as come (one number is then read on the host)"
+    )
+    recv_capacity_factor: float = _doc(
+        0.0, "instead of recv_capacity_per_rank: a multiple of an even share, max_tokens_per_rank * top_k; 0: not set"
+    )
+    timeout_s: float = _doc(60.0, "longest wait for a peer (seconds); all_to_all keeps the process group's")
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens_per_rank", "rows_per_peer", "recv_capacity_per_rank"):
+            _at_least(self, name, 0)
+        if not (math.isfinite(self.recv_capacity_factor) and self.recv_capacity_factor >= 0):
+            raise FieldError(
+                "recv_capacity_factor", f"found {self.recv_capacity_factor}; allowed: a finite number of 0 or more"
+            )
+        if self.recv_capacity_factor and self.recv_capacity_per_rank:
+            raise FieldError(
+                "recv_capacity_factor",
+                f"found {self.recv_capacity_factor} beside recv_capacity_per_rank = {self.recv_capacity_per_rank};"
+                " allowed: one of the two",
+            )
+        _check_timeout(self.timeout_s)
+        self._check_implementation()
+
+    def _check_implementation(self) -> None:
+        """Refuse a size or policy that the implementation would ignore."""
+        if self.implementation == "torchtitan":
+            for f in dataclasses.fields(self)[1:]:
+                if (value := getattr(self, f.name)) != f.default:
+                    raise FieldError(
+                        f.name,
+                        f"found {value!r} beside implementation = 'torchtitan', which has no such setting;"
+                        f" allowed: {f.default!r}, or another implementation",
+                    )
+        if self.rows_per_peer and self.implementation in ("all_to_all", "auto"):
+            raise FieldError(
+                "rows_per_peer",
+                f"found {self.rows_per_peer} beside implementation = {self.implementation!r}; allowed: 0, or"
+                " 'copy_engine', 'copy_engine_exact' as the implementation",
+            )
+        if self.rows_per_peer and self.implementation == "copy_engine_exact" and self.overflow == "drop":
+            raise FieldError(
+                "rows_per_peer",
+                f"found {self.rows_per_peer} beside implementation = 'copy_engine_exact' and overflow = 'drop': an"
+                " exact exchange drops nothing on the way; allowed: 0 (bound what a rank receives instead)",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

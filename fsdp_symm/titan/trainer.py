@@ -21,7 +21,9 @@ cpu.prepare()  # before the first import of torchtitan
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-from fsdp_symm.titan import trace_verdict  # noqa: E402
+from fsdp_symm.errors import SymmMemConfigError  # noqa: E402
+from fsdp_symm.experts.context import abandon_shared, close_shared  # noqa: E402
+from fsdp_symm.titan import experts, trace_verdict  # noqa: E402
 from fsdp_symm.titan.devices import check_backend, place_this_rank, request_zero_cta  # noqa: E402
 from fsdp_symm.titan.metrics import SymmMetricsProcessor  # noqa: E402
 from fsdp_symm.titan.overlay import ConfigError, FieldError, one_line  # noqa: E402
@@ -63,6 +65,8 @@ class SymmTrainer(Trainer):
             if self.fsdp_symm.enable:
                 check_backend(self.fsdp_symm.backend, on_cpu=cpu.on_cpu())
             cpu.check(self)
+            experts.check(self)
+            self.activation_checkpoint = experts.keep_exchanges(self.activation_checkpoint)
             # Not super(): slots=True makes a new class, and the implicit one would still be the old.
             Trainer.Config.__post_init__(self)
 
@@ -72,6 +76,7 @@ class SymmTrainer(Trainer):
         spec = config.model_spec
         if spec is None:
             raise ConfigError("config: found no model; fix: build the config with fsdp_symm.titan.config.load")
+        experts.install(config)
         config.model_spec = dataclasses.replace(spec, parallelize_fn=self._with_switch(spec.parallelize_fn))
         try:
             super().__init__(config)
@@ -113,7 +118,6 @@ class SymmTrainer(Trainer):
 
     def _switch(self, model: torch.nn.Module) -> None:
         from fsdp_symm import set_symm_mem_for_comm
-        from fsdp_symm.errors import SymmMemConfigError
 
         section = self._sections.fsdp_symm
         try:
@@ -137,8 +141,8 @@ class SymmTrainer(Trainer):
 
     def train(self) -> None:
         """torchtitan's loop; on return every trace is written."""
-        if self._handles:
-            self._metrics.watch(lambda: [handle.stats() for handle in self._handles], self.step)
+        if self._handles or experts.stats():
+            self._metrics.watch(lambda: [*(h.stats() for h in self._handles), *experts.stats()], self.step)
         try:
             super().train()
         finally:
@@ -206,6 +210,7 @@ class SymmTrainer(Trainer):
 
     def _end_handles(self, error: BaseException | None) -> None:
         with contextlib.ExitStack() as stack:
+            stack.callback(close_shared if error is None else partial(abandon_shared, repr(error)))
             for handle in self._handles:
                 stack.callback(handle.close if error is None else partial(handle.abandon, repr(error)))
             self._handles = []

@@ -186,7 +186,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     (
         "[expert_parallel]\nimplementation = 'magic'",
         [
-            "expert_parallel.implementation: found 'magic' (str); allowed: 'all_to_all'",
+            "expert_parallel.implementation: found 'magic' (str); allowed: 'torchtitan', 'auto', 'copy_engine',",
         ],
     ),
     (

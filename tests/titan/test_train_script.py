@@ -110,7 +110,7 @@ def test_it_trains_and_leaves_losses_events_and_a_trace_a_rank(runs: Runs, model
 
     series = scalar_series(run.folder)
     assert [step for step, _ in series["loss_metrics/global_avg_loss"]] == list(range(1, STEPS + 1))
-    assert ("fsdp_symm/arena_bytes" in series) is switch
+    assert ("fsdp_symm/arena_bytes" in series) is (switch or model == "moe"), "experts hold symmetric memory as well"
 
     for rank in (0, 1):
         content = trace(run.folder, rank)
@@ -145,7 +145,7 @@ def test_the_verdict_of_the_traced_step_is_in_tensorboard(runs: Runs, model: str
     value = {tag.removeprefix("fsdp_symm/trace/"): values[0][1] for tag, values in traced.items()}
     assert 0 < value["exposed_ms"] <= value["comm_ms"]
     assert value["sm_ms"] == 0
-    kinds = {"all_gather", "reduce_scatter", "all_reduce"} | ({"all_to_all"} if model == "moe" else set())
+    kinds = {"all_gather", "reduce_scatter", "all_reduce"}
     shares = {tag for tag in value if tag.startswith("engine_share/")}
     assert shares == {f"engine_share/{kind}/host" for kind in kinds}
     assert all(value[tag] == 1 for tag in shares)
@@ -168,6 +168,10 @@ def test_the_switch_reports_what_it_moves(runs: Runs, model: str) -> None:
         assert len(set(moved[1:])) == 1, "every step moves the same bytes"
     assert len({value for _, value in series["fsdp_symm/arena_bytes"]}) == 1
     assert all(value >= 0 for _, value in series["fsdp_symm/wait_s_per_step"])
+    experts = series.get("fsdp_symm/bytes_per_step/experts/host", [])
+    assert len(experts) == (STEPS if model == "moe" else 0)
+    assert all(value > 0 for _, value in experts)
+    assert len({value for _, value in experts[1:]}) <= 1, "padded rows: as many in every step"
     events = [e for e in trace(run.folder, 1)["traceEvents"] if str(e.get("name")).startswith("fsdp_symm::")]
     assert {e["name"] for e in events} == {"fsdp_symm::all_gather", "fsdp_symm::reduce_scatter"}
     assert all({"module", "bytes", "engine"} <= set(e["args"]) for e in events)
@@ -221,6 +225,18 @@ def test_modules_and_dedicated_all_gather_reach_the_switch(short: Run) -> None:
     assert re.search(r"all_gather +layers.0 \.\. layers.5 +\d .* host ", table)
     assert "plain not selected by" in table
     assert short.stdout.count("fsdp_symm.dedicated_all_gather = true has no effect on CPU") == 1
+
+
+def test_no_room_under_raise_ends_every_rank_with_the_reason(tmp_path: Path) -> None:
+    bound = ("--expert_parallel.overflow", "raise", "--expert_parallel.recv_capacity_per_rank", "8")
+    run = start(
+        "--config", "configs/debug_moe_cpu.toml", "--dump_folder", str(tmp_path), *FAST, *bound, folder=tmp_path
+    )
+    assert run.status == 1
+    text = run.stdout + run.stderr
+    assert "SymmMemError: ep_prepare: a rank receives more rows than recv_capacity_per_rank" in text
+    assert "expected: at most 8" in text
+    assert "trained" not in run.stdout
 
 
 @pytest.mark.parametrize(
