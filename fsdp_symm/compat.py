@@ -95,6 +95,11 @@ def raw_tensor(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
     return tensor.set_(storage, 0, (nbytes,))  # type: ignore[call-overload]  # pyright does not know this overload
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Where the tensor starts, also without elements (``data_ptr()`` is 0 then)."""
+    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
+
+
 def wrap_memory(pointer: int, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Callable[[], object | None]]:
     """:func:`raw_tensor`, and a call that answers ``None`` once its storage is gone; it sees every view."""
     tensor = raw_tensor(pointer, nbytes, device)

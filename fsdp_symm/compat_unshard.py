@@ -79,11 +79,11 @@ class DirectParamGroup(_groups.FSDPParamGroup):
             return
         if self._training_state == TrainingState.FORWARD:
             _release_staged(self)
+        self._all_gather_result = None  # also if it fails: a later unshard starts anew
         _await(self, result)
         for param in self.fsdp_params:
             param.init_unsharded_param()
         self._to_unsharded()
-        self._all_gather_result = None
 
     def _to_sharded(self) -> None:
         result, sharded = self._all_gather_result, self.is_sharded
@@ -220,6 +220,16 @@ def gather_inputs(group: ParamGroup) -> tuple[list[torch.Tensor], list[torch.dty
 def row_counts(group: ParamGroup) -> list[int]:
     """For each parameter, into how many rows of the unsharded tensor one rank's shard is cut: 1 for ``Shard(0)``."""
     return [math.prod(p.padded_sharded_param_size[: p.fsdp_placement.dim]) for p in group.native.fsdp_params]
+
+
+def made_outputs(group: ParamGroup) -> list[tuple[int, torch.dtype]]:
+    """Elements and type of the unsharded tensors that FSDP2 has made, empty before the first unshard.
+
+    ``init_all_gather_outputs`` returns early from then on, whatever it is asked for (2.13-2.15).
+    """
+    made = [t for param in group.native.fsdp_params for t in param.all_gather_outputs]
+    sizes = [math.prod(t.shape) for t in made]  # not the storage's: it is empty between the uses
+    return [(n, t.dtype) for n, t in zip(sizes, made, strict=True)]
 
 
 def allocate_outputs(

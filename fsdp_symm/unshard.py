@@ -10,6 +10,7 @@ Legend: W ranks, n elements of one rank's shard of a parameter.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,11 @@ class _Layout:
     nbytes: int
     gathered_nbytes: int
     plan: PullPlan
+
+    @functools.cached_property
+    def kinds(self) -> str:
+        """The types that travel, for the call's signature."""
+        return ", ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in self.dtypes))
 
     @staticmethod
     def of(
@@ -114,6 +120,7 @@ class DirectUnshard:
         self._memory = memory
         self._counters = counters
         self._strict = strict
+        self._comm = compat.get_comm(group, "all_gather")
         self._layouts: dict[tuple[str, bool], _Layout] = {}  # by process group and kind of shards
         self._place: Place | None = None  # where the unsharded parameters are now
         self._warned: set[str] = set()
@@ -132,6 +139,8 @@ class DirectUnshard:
         arena = self._choose()
         if arena is None or arena.closed:
             return self._plain("its process group has no arena")
+        if compat.get_comm(self._group, "all_gather") is not self._comm:
+            return self._plain("an all-gather comm was set after the switch")
         with _on(streams[0]):
             inputs, dtypes, counts = compat_unshard.gather_inputs(self._group)
             layout = self._layout(arena, inputs, dtypes, counts)
@@ -151,7 +160,7 @@ class DirectUnshard:
                 arena.next_epoch(lease),
                 layout.plan,
                 targets,
-                what=f"unshard of {self._group.label!r}, {layout.nbytes} bytes of shards",
+                what=f"unshard of {self._group.label!r}, {layout.nbytes} bytes of shards {layout.kinds}",
                 async_op=async_op,
             )
             event = None if arena.device.type == "cpu" else streams[1].record_event()
@@ -166,9 +175,30 @@ class DirectUnshard:
         if layout is None or layout.numels != numels or layout.dtypes != tuple(dtypes):
             per_param = compat_unshard.row_counts(self._group)
             rows = [r for r, count in zip(per_param, counts, strict=True) for _ in range(count)]
+            layout = _Layout.of(numels, dtypes, counts, rows, arena.group)
+            self._refuse_other_outputs(layout)
             self._views.clear()
-            layout = self._layouts[key] = _Layout.of(numels, dtypes, counts, rows, arena.group)
+            self._layouts[key] = layout
         return layout
+
+    def _refuse_other_outputs(self, layout: _Layout) -> None:
+        """FSDP2 makes its unsharded tensors once; shards of another type or size since must not be written there.
+
+        Raises:
+            SymmMemConfigError: names both.
+        """
+        world_size = layout.plan.world_size
+        wanted = [(n * world_size, d) for n, d in zip(layout.numels, layout.dtypes, strict=True)]
+        made = compat_unshard.made_outputs(self._group)
+        if made and made != wanted:
+            raise SymmMemConfigError(
+                problem(
+                    f"unshard of {self._group.label!r}: its parameters changed after they were first unsharded",
+                    found=f"shards for {wanted}",
+                    expected=f"shards for the unsharded tensors that FSDP2 has made: {made}",
+                    fix="change types and sizes before the first forward; FSDP2 itself cannot follow later",
+                )
+            )
 
     def _take(self, layout: _Layout, stream: Any) -> list[torch.Tensor]:
         """The unsharded tensors, allocated, and free of readers on ``stream``."""

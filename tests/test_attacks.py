@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_symm import SymmMemAllGather, SymmMemArena, SymmMemReduceScatter, set_symm_mem_for_comm
+from fsdp_symm import SymmMemAllGather, SymmMemArena, SymmMemReduceScatter, compat, set_symm_mem_for_comm
 from fsdp_symm.errors import SymmMemError, SymmMemPeerError
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
 from fsdp_symm.plan import Ring
@@ -249,6 +250,86 @@ def test_a_rank_without_memory_for_a_layer_is_quoted_by_its_peers(ranks2: Ranks)
     assert second.kind == "MemoryError"
     assert first.kind == "SymmMemPeerError"
     assert "rank 1 reported: MemoryError('no room for a layer')" in first.text
+
+
+def _cast_after_the_first_forward(dtype: torch.dtype) -> None:
+    model = build(Options())
+    set_symm_mem_for_comm(model)
+    train_step(model, torch.optim.SGD(model.parameters(), 0.1), 0, Options())
+    model.to(dtype)
+    model(batch(0).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_parameters_cast_after_the_first_forward_are_refused(ranks2: Ranks, dtype: torch.dtype) -> None:
+    """FSDP2 makes its unsharded tensors once: writing shards of another type there would be out of bounds or noise."""
+    for failure in ranks2.failures(_cast_after_the_first_forward, dtype):
+        assert failure.kind == "SymmMemConfigError"
+        assert "its parameters changed after they were first unsharded" in failure.text
+        assert str(dtype) in failure.text
+
+
+def _types_that_differ() -> None:
+    model = build(Options())
+    set_symm_mem_for_comm(model, timeout_s=20)
+    model.to(torch.float16 if dist.get_rank() else torch.bfloat16)
+    model(batch(0).to(next(model.parameters()).dtype))
+
+
+def test_types_that_differ_between_ranks_are_quoted(ranks2: Ranks) -> None:
+    texts = [failure.text for failure in ranks2.failures(_types_that_differ)]
+    assert any("of shards bfloat16" in text and "of shards float16" in text for text in texts), texts
+
+
+def _many_pending() -> None:
+    model = build(Options(blocks=6))
+    with set_symm_mem_for_comm(model, strict=True):
+        train_step(model, torch.optim.SGD(model.parameters(), 0.1), 0, Options())
+        dist.barrier()
+        if dist.get_rank() == 1:
+            threading.Event().wait(0.5)
+        for handle in [block.unshard(async_op=True) for block in model.blocks]:
+            handle.wait()
+        model(batch(1))
+
+
+def test_any_number_of_unshards_may_be_pending_however_slow_a_peer_is(ranks2: Ranks) -> None:
+    ranks2.run(_many_pending)
+
+
+class MyAllGather(compat.AllGather):
+    """Counts its calls, and gathers as FSDP2 does."""
+
+    calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        MyAllGather.calls += 1
+        return compat.plain_comm("all_gather")(output_tensor, input_tensor, group, async_op)
+
+
+def _comm_set_later(strict: bool) -> Any:
+    plain, model = build(Options()), build(Options())
+    handle = set_symm_mem_for_comm(model, strict=strict)
+    for block in model.blocks:
+        block.set_custom_all_gather(MyAllGather())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        losses = [train_step(m, torch.optim.SGD(m.parameters(), 0.1), 0, Options()) for m in (plain, model)]
+    handle.close()
+    assert losses[0] == losses[1]
+    return MyAllGather.calls, [str(w.message) for w in seen if w.category is SymmMemFallbackWarning]
+
+
+def test_an_all_gather_set_after_the_switch_is_obeyed_and_reported(ranks2: Ranks) -> None:
+    calls, texts = ranks2.run(_comm_set_later, False)[0]
+    assert calls == 6, "three blocks, forward and backward"
+    assert len(texts) == 3
+    assert "found: an all-gather comm was set after the switch" in texts[0]
+    for failure in ranks2.failures(_comm_set_later, True):
+        assert "an all-gather comm was set after the switch" in failure.text
 
 
 def _unfrozen(strict: bool) -> Any:

@@ -27,7 +27,7 @@ class LocalExchange:
         """Rows are tokens."""
         found = routing.route(ids, num_experts=self._config.num_experts, num_ranks=1, rows_per_rank=None, by_token=True)
         home = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
-        return Prepared(home, facts(found).unsqueeze(0), ids.to(torch.int32))
+        return Prepared(home, facts(found).unsqueeze(0), routing.narrow(ids, self._config.num_experts))
 
     def layout(self, num_rows: int, table: torch.Tensor) -> Layout:
         """One rank with itself."""

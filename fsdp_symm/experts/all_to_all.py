@@ -36,7 +36,7 @@ class CollectiveExchange:
         dist.all_gather(list(table.unbind(0)), mine, group=self._group)
         table = table.cpu()
         layout = self.layout(0, table)
-        sent = routing.to_rank_major(ids.to(torch.int32), found.home, sum(layout.sent))
+        sent = routing.to_rank_major(routing.narrow(ids, self._config.num_experts), found.home, sum(layout.sent))
         return Prepared(found.home, table, self._swap(sent, layout.sent, layout.received))
 
     def layout(self, num_rows: int, table: torch.Tensor) -> Layout:

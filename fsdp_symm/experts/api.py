@@ -133,7 +133,7 @@ class EpBuffer:
         config = self.context.config
         self.alignment = 1 if alignment == 0 else alignment
         check_alignment(self.alignment)
-        self.capacity = recv_capacity_per_rank or config.recv_capacity_per_rank
+        self.capacity = config.recv_capacity_per_rank if recv_capacity_per_rank is None else recv_capacity_per_rank
         check_capacity(self.capacity, self.alignment)
         self.payload_dtype = payload_dtype or config.payload_dtype
         check_dtype(self.payload_dtype)

@@ -132,7 +132,7 @@ class WireExchange:
         ]
 
         def write(buffers: list[torch.Tensor]) -> None:
-            _place(ids.to(torch.int32), found.home, layout, buffers[0], fill=-1)
+            _place(routing.narrow(ids, self._config.num_experts), found.home, layout, buffers[0], fill=-1)
             buffers[1].copy_(mine.unsqueeze(0))
 
         received, table = self._call("dispatch", "expert ids", parts, write)
@@ -235,7 +235,8 @@ class WireExchange:
         self, lane: Lane, content: str, parts: list[_Part], write: Callable[[list[torch.Tensor]], None]
     ) -> list[torch.Tensor]:
         kinds = ", ".join(f"{p.spec.width} x {str(p.spec.dtype).removeprefix('torch.')}" for p in parts)
-        what = f"ep {lane}: {content}, rows of {kinds or 'nothing'}"
+        how = "exact" if self.exact else "packed" if self._packed else "by token"
+        what = f"ep {lane}: {content}, rows of {kinds or 'nothing'}, {how}, room for {self._room}"
         offsets, nbytes = _offsets(lane, parts, self._rank)
         slot, lease = self.arena.acquire_lease(lane, max(nbytes, 1), owner=what)  # a rank without rows takes part too
         try:

@@ -81,6 +81,11 @@ def route(
     return Route(torch.where(fits, start + position, -1), rows, experts, invalid)
 
 
+def narrow(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Expert ids as int32, everything that is none as -1: int64 masks such as ``iinfo.min`` would wrap to an expert."""
+    return torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(torch.int32)
+
+
 def _count(values: torch.Tensor, bins: int) -> torch.Tensor:
     """How often 0 .. bins - 1 occur; ``bins`` itself counts as "none". Integer sums, so the order does not matter."""
     counts = torch.zeros(bins + 1, dtype=torch.int64, device=values.device)

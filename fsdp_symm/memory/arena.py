@@ -256,7 +256,7 @@ class SymmMemArena:
         fix = (
             "call set_symm_mem_for_comm after set_modules_to_forward_prefetch / set_modules_to_backward_prefetch, or "
             f"pass slots={ring.slots + 1} or more when modules are unsharded early by hand"
-            if role == "all_gather"
+            if role in ("all_gather", "unshard")
             else "call set_symm_mem_for_comm after set_reduce_scatter_max_input_buffers"
         )
         return problem(

@@ -140,7 +140,7 @@ class DeviceSegment:
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """See :class:`fsdp_symm.memory.segment.Segment`."""
-        offset = tensor.data_ptr() - self._pointer
+        offset = compat.address(tensor) - self._pointer
         return offset if 0 <= offset < self._data_bytes else None
 
     def read_flags(self, patience_s: float) -> torch.Tensor | None:

@@ -158,7 +158,7 @@ class HostSegment:
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where the tensor starts among the own data bytes, or ``None`` if it lies elsewhere."""
-        offset = tensor.data_ptr() - self._base
+        offset = compat.address(tensor) - self._base
         return offset if 0 <= offset < self.nbytes - self.data_at else None
 
     # --- signals ---

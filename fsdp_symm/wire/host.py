@@ -219,7 +219,7 @@ class HostWire:
         sizes = [t.numel() * t.element_size() for t in targets]
         plan.check_targets(sizes, what)
         places = [(t.data_ptr(), size) for t, size in zip(targets, sizes, strict=True)]
-        keep = (*targets, lease.alive())  # the slot's storage, so that it counts as in use
+        keep = tuple(targets)  # not the slot: its next user waits until every peer has read it, which is all it needs
 
         def run() -> None:
             # Fresh tensors over the same bytes, made on the thread that writes them: neither version counters nor

@@ -343,3 +343,72 @@ def test_a_rank_that_runs_fewer_steps_is_named() -> None:
     assert "ep dispatch: expert ids" in waiting.text
     assert "ranks [1]" in waiting.text
     assert "every rank to reach this call" in waiting.text
+
+
+def _wrapped_ids(transport: str) -> None:
+    """What int64 has no room for in int32 must stay masked, and not become an expert."""
+    bootstrap(transport=transport, overflow="grow")
+    answers = []
+    for mask in (-1, -(2**32), -(2**32) + 3, torch.iinfo(torch.int64).min):
+        tokens, ids, weights = inputs()
+        ids = ids.clone()
+        ids[::2, 0] = mask
+        buffer = EpBuffer()
+        rows, row_weights, _ = ep_dispatch(buffer, tokens, ids, weights)
+        answers.append(ep_combine(buffer, rows, recv_topk_weights=row_weights))
+    ep_finalize()
+    for answer in answers[1:]:
+        assert torch.equal(answer, answers[0])
+
+
+@pytest.mark.parametrize("transport", ["copy_engine", "copy_engine_exact", "all_to_all"])
+def test_masks_of_int64_stay_masks(ranks2: Ranks, transport: str) -> None:
+    ranks2.run(_wrapped_ids, transport)
+
+
+def _differing_sizes(kind: str) -> None:
+    mine = dist.get_rank() == 1
+    changes: dict[str, Any] = {"overflow": "drop", "recv_capacity_per_rank": 512}
+    if kind == "tokens":
+        changes["max_tokens_per_rank"] = 2 * T if mine else T
+    else:
+        changes["rows_per_peer"] = T if mine else None
+    bootstrap(**changes)
+    tokens, ids, weights = inputs()
+    ep_dispatch(EpBuffer(), tokens, ids, weights)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "rows_per_peer"])
+def test_sizes_that_differ_between_ranks_are_quoted(ranks2: Ranks, kind: str) -> None:
+    texts = [failure.text for failure in ranks2.failures(_differing_sizes, kind)]
+    assert any("issued different collectives" in text and "room for" in text for text in texts), texts
+
+
+def _empty_slice_in_place() -> None:
+    group = bootstrap()
+    tokens = symm_mem_alloc([T, H], torch.float32, group)
+    tokens.fill_(1.0)
+    rows = 0 if dist.get_rank() == 0 else T
+    _, ids, weights = inputs()
+    buffer = EpBuffer()
+    received, row_weights, _ = ep_dispatch(buffer, tokens[:rows], ids[:rows], weights[:rows])
+    answer = ep_combine(buffer, received, recv_topk_weights=row_weights)
+    assert answer.shape == (rows, H)
+    assert torch.allclose(answer, torch.ones(rows, H))
+    ep_finalize()
+
+
+def test_a_rank_without_tokens_may_hold_them_in_symmetric_memory(ranks2: Ranks) -> None:
+    ranks2.run(_empty_slice_in_place)
+
+
+def _buffer_of_nothing() -> str:
+    bootstrap(recv_capacity_per_rank=64)
+    with pytest.raises(SymmMemConfigError) as caught:
+        EpBuffer(recv_capacity_per_rank=0)
+    ep_finalize()
+    return str(caught.value)
+
+
+def test_a_capacity_of_zero_is_not_the_default(ranks2: Ranks) -> None:
+    assert "found: 0" in ranks2.run(_buffer_of_nothing)[0]
