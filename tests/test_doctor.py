@@ -91,6 +91,14 @@ def test_bad_usage(args, word):
     assert word in err
 
 
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_ranks_that_are_no_numbers_are_bad_usage(monkeypatch, name):
+    monkeypatch.setenv(name, "a")
+    status, out, err = doctor()
+    assert (status, out) == (2, "")
+    assert f"{name}: found 'a', expected a number, fix: start ranks with torchrun, or unset {name}" in err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
 def test_cuda_where_there_is_none_is_bad_usage():
     assert doctor("--device", "cuda")[0] == 2

@@ -75,6 +75,10 @@ def _bad_argument(args: argparse.Namespace) -> str | None:
         return f"--timeout: found {args.timeout:g}, expected seconds > 0, fix: --timeout 60"
     if args.device == "cuda" and not torch.cuda.is_available():
         return "--device cuda: found no CUDA device, expected one, fix: --device cpu"
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        found = os.environ.get(name, "0")
+        if not found.isascii() or not found.isdigit():
+            return f"{name}: found {found!r}, expected a number, fix: start ranks with torchrun, or unset {name}"
     return None
 
 

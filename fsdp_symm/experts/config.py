@@ -87,8 +87,9 @@ class EpConfig:
                 expected="both, or neither",
                 fix="set max_tokens_per_rank",
             )
-        if not self.timeout_s > 0:
-            refuse("EpConfig.timeout_s", found=self.timeout_s, expected="seconds > 0", fix="leave it out for 60")
+        number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
+        if not number or not 0 < self.timeout_s <= 1e6:
+            refuse("EpConfig.timeout_s", found=repr(self.timeout_s), expected="seconds > 0", fix="leave it out for 60")
 
     def local_experts(self, group: dist.ProcessGroup) -> int:
         """L, experts of one rank.

@@ -131,7 +131,7 @@ class EPImplementationInterface:
         """Make an implementation known; a known name is replaced.
 
         Raises:
-            SymmMemConfigError: not a subclass of :class:`EPImplementation`.
+            SymmMemConfigError: not a subclass of :class:`EPImplementation`, or no name.
         """
         if not (isinstance(implementation, type) and issubclass(implementation, EPImplementation)):
             refuse(
@@ -140,6 +140,8 @@ class EPImplementationInterface:
                 expected="a subclass of EPImplementation",
                 fix="subclass it and define __call__(hidden_states, top_k_index, top_k_weights)",
             )
+        if not isinstance(name, str) or not name:
+            refuse("EPImplementationInterface.register", found=repr(name), expected="a name", fix="pass a string")
         cls._known[name] = implementation
 
     @classmethod

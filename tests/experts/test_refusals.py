@@ -48,6 +48,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "int8": ({"payload_dtype": torch.int8}, "payload dtype.*found: torch.int8.*quantize inside the experts"),
     "policy": ({"overflow": "trap"}, "EpConfig.overflow: unknown policy.*found: 'trap'.*grow"),
     "timeout": ({"timeout_s": 0}, "EpConfig.timeout_s.*found: 0"),
+    "timeout_text": ({"timeout_s": "x"}, "EpConfig.timeout_s.*found: 'x'"),
+    "timeout_none": ({"timeout_s": None}, "EpConfig.timeout_s.*found: None"),
+    "timeout_forever": ({"timeout_s": float("inf")}, "EpConfig.timeout_s.*found: inf"),
 }
 
 
@@ -412,3 +415,10 @@ def _buffer_of_nothing() -> str:
 
 def test_a_capacity_of_zero_is_not_the_default(ranks2: Ranks) -> None:
     assert "found: 0" in ranks2.run(_buffer_of_nothing)[0]
+
+
+@pytest.mark.parametrize("name", [3, "", None])
+def test_an_implementation_needs_a_name(name: Any) -> None:
+    with pytest.raises(SymmMemConfigError, match=r"register(.|\n)*expected: a name"):
+        EPImplementationInterface.register(name, AllToAllEP)
+    assert all(isinstance(known, str) and known for known in EPImplementationInterface.names())
