@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 REPO = Path(__file__).parents[2]
 STEPS = 8
+EXCHANGES = ("dispatch", "combine")  # of experts
 OLD_TRACE = "traces/rank0_step10.json.gz"
 # Small steps; bfloat16 as shipped.
 FAST = (
@@ -145,7 +146,7 @@ def test_the_verdict_of_the_traced_step_is_in_tensorboard(runs: Runs, model: str
     value = {tag.removeprefix("fsdp_symm/trace/"): values[0][1] for tag, values in traced.items()}
     assert 0 < value["exposed_ms"] <= value["comm_ms"]
     assert value["sm_ms"] == 0
-    kinds = {"all_gather", "reduce_scatter", "all_reduce"}
+    kinds = {"all_gather", "reduce_scatter", "all_reduce", *(EXCHANGES if model == "moe" else ())}
     shares = {tag for tag in value if tag.startswith("engine_share/")}
     assert shares == {f"engine_share/{kind}/host" for kind in kinds}
     assert all(value[tag] == 1 for tag in shares)
@@ -173,7 +174,8 @@ def test_the_switch_reports_what_it_moves(runs: Runs, model: str) -> None:
     assert all(value > 0 for _, value in experts)
     assert len({value for _, value in experts[1:]}) <= 1, "padded rows: as many in every step"
     events = [e for e in trace(run.folder, 1)["traceEvents"] if str(e.get("name")).startswith("fsdp_symm::")]
-    assert {e["name"] for e in events} == {"fsdp_symm::all_gather", "fsdp_symm::reduce_scatter"}
+    kinds = ("all_gather", "reduce_scatter", *(EXCHANGES if model == "moe" else ()))
+    assert {e["name"] for e in events} == {f"fsdp_symm::{kind}" for kind in kinds}
     assert all({"module", "bytes", "engine"} <= set(e["args"]) for e in events)
 
 
