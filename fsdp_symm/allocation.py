@@ -14,7 +14,7 @@ from fsdp_symm.errors import SymmMemConfigError, SymmMemError, SymmMemUnavailabl
 from fsdp_symm.memory.arena import SymmMemArena
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
 from fsdp_symm.plan import GroupPlan, Lane, Ring
-from fsdp_symm.selection import SwitchOptions, way
+from fsdp_symm.selection import SwitchOptions
 from fsdp_symm.verdict import Verdict
 from fsdp_symm.wire import wire_of
 from fsdp_symm.zero_cta import zero_cta_options
@@ -88,7 +88,7 @@ def _allocate_plan(plan: GroupPlan, arenas: Arenas, verdicts: dict[str, Verdict]
                 timeout_s=options.timeout_s,
             )
             arenas.add(arena, plan.root, rings)
-            wire_of(arena).reduce_scatter_way = way(options.reduce_scatter) or "auto"
+            wire_of(arena).reduce_scatter_way = options.reduce_way or "auto"
     except SymmMemUnavailableError as error:
         if options.strict:
             raise SymmMemConfigError(str(error)) from error

@@ -8,9 +8,11 @@ four are the same but for the name of the call that frees a staged all-gather.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -245,3 +247,36 @@ def allocate_outputs(
         outputs += param.all_gather_outputs
         at += count
     return outputs
+
+
+# --- watching FSDP2's steps from outside -------------------------------------------------------------------
+
+Step = Literal["unshard", "wait", "reduce"]
+Wrap = Callable[[Step, Callable[..., Any], Callable[[], bool] | None], Callable[..., Any]]
+
+
+@contextlib.contextmanager
+def wrapped_steps(groups: Sequence[ParamGroup], wrap: Wrap) -> Iterator[None]:
+    """Let ``wrap`` stand around FSDP2's own steps while the block runs, whoever moves the bytes.
+
+    Args:
+        groups: whose ``unshard`` and ``wait_for_unshard`` are wrapped; ``foreach_reduce`` is for all groups at once.
+        wrap: gets the step, its call, and for the first two whether an unshard is pending; returns the new call.
+    """
+    natives = [group.native for group in groups]
+    reduce = _groups.foreach_reduce
+    for native in natives:
+        pending = functools.partial(_is_pending, native)
+        native.unshard = wrap("unshard", native.unshard, pending)
+        native.wait_for_unshard = wrap("wait", native.wait_for_unshard, pending)
+    _groups.foreach_reduce = wrap("reduce", reduce, None)
+    try:
+        yield
+    finally:
+        _groups.foreach_reduce = reduce
+        for native in natives:
+            del native.unshard, native.wait_for_unshard  # the class's own are behind them
+
+
+def _is_pending(native: Any) -> bool:
+    return native._all_gather_result is not None

@@ -36,7 +36,6 @@ from fsdp_symm.selection import (
     Skip,
     SwitchOptions,
     select,
-    way,
 )
 from fsdp_symm.unshard import DirectUnshard
 from fsdp_symm.verdict import Verdict, judge_all
@@ -237,7 +236,7 @@ def set_symm_mem_for_comm(
         [p for p in plans if p.rings],
         dedicated=dedicated_all_gather,
         timeout_s=timeout_s,
-        reduce_scatter=way(options.reduce_scatter) or "auto",
+        reduce_scatter=options.reduce_way or "auto",
     )
     if any(verdict.staged for verdict in verdicts.values()):
         members = _stage(members, verdicts)  # the verdicts are the same on all ranks, so the new plan is too

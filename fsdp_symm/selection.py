@@ -81,18 +81,27 @@ class SwitchOptions:
                 )
             )
 
+    @property
+    def gather_way(self) -> str | None:
+        """``"auto"``, ``"direct"`` or ``"staged"``; ``None`` where all-gathers are left alone."""
+        return _way(self.all_gather)
+
+    @property
+    def reduce_way(self) -> str | None:
+        """``"auto"``, ``"copy_engine"`` or ``"nccl"``; ``None`` where reduce-scatters are left alone."""
+        return _way(self.reduce_scatter)
+
     def digest_text(self) -> str:
         """What every rank must have asked for alike; a callable filter shows in the plan's modules instead."""
         pattern = self.modules if isinstance(self.modules, str) else None
         return (
-            f"backend={self.backend} all_gather={way(self.all_gather)} reduce_scatter={way(self.reduce_scatter)} "
+            f"backend={self.backend} all_gather={self.gather_way} reduce_scatter={self.reduce_way} "
             f"modules={pattern} min_bytes={self.min_bytes} strict={self.strict} slots={self.slots} "
             f"dedicated={self.dedicated_all_gather}"
         )
 
 
-def way(choice: bool | str) -> str | None:
-    """How a collective is to be moved: ``True`` is ``"auto"``, ``False`` is ``None``."""
+def _way(choice: bool | str) -> str | None:
     return ("auto" if choice else None) if isinstance(choice, bool) else choice
 
 
@@ -200,7 +209,7 @@ def _decide(group: ParamGroup, role: Role, options: SwitchOptions, chosen: bool)
 
 def _member(group: ParamGroup, role: Role, backend: str, options: SwitchOptions) -> Member:
     """A member, placed directly where that is wanted and possible."""
-    if role == "reduce_scatter" or way(options.all_gather) == "staged":
+    if role == "reduce_scatter" or options.gather_way == "staged":
         return member(group, role, backend)
     reason = compat_unshard.unsupported(group)
     return member(group, role, backend, direct=reason is None, note=reason)

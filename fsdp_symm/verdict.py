@@ -13,8 +13,7 @@ from fsdp_symm.plan import LANES, GroupPlan, Lane
 
 # Conditions that concern NCCL's all-gathers on copy engines and nothing else.
 _STAGED_ONLY = ("policy_not_zero", "policy_differs", "two_rank_nvls_hang", "nccl_no_copy_engine")
-
-
+# All that stands in the way of torch's peer memory, which needs no NCCL.
 _PEER_MEMORY_BLOCKS = (
     "no_peer_access", "several_hosts", "capture_in_progress", "device_mismatch", "symm_backend_taken",
 )  # fmt: skip

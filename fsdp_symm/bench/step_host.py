@@ -2,7 +2,7 @@
 
 Whatever moves the bytes, FSDP2 calls ``FSDPParamGroup.unshard`` (copy-in, allocation and the all-gather's start; all of
 a direct placement), ``wait_for_unshard`` (the copy-out, where there is one) and ``foreach_reduce`` (copy-in, the
-reduce-scatter and what follows it). The three are private; read in torch 2.13.0 and 2.14.1.
+reduce-scatter and what follows it).
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group as _groups
 
-from fsdp_symm import compat
+from fsdp_symm import compat, compat_unshard
 
 
 @dataclass
@@ -38,23 +37,11 @@ class HostTimes:
 def host_times(model: nn.Module) -> Iterator[HostTimes]:
     """Time the unshards and the reductions of a model's param groups while the block runs."""
     times = HostTimes()
-    natives = [group.native for group in compat.param_groups(model)]
-    reduce = _groups.foreach_reduce
-    for native in natives:
-        native.unshard = _timed(native.unshard, times.unshard, lambda native=native: _pending(native))
-        native.wait_for_unshard = _timed(native.wait_for_unshard, times.wait, lambda native=native: _pending(native))
-    _groups.foreach_reduce = _timed(reduce, times.reduce, None)
-    try:
+    samples = {"unshard": times.unshard, "wait": times.wait, "reduce": times.reduce}
+    with compat_unshard.wrapped_steps(
+        compat.param_groups(model), lambda step, call, pending: _timed(call, samples[step], pending)
+    ):
         yield times
-    finally:
-        _groups.foreach_reduce = reduce
-        for native in natives:
-            del native.unshard, native.wait_for_unshard  # the class's own are behind them
-
-
-def _pending(native: Any) -> bool:
-    """Whether an unshard has begun that nobody has waited for."""
-    return native._all_gather_result is not None
 
 
 def _timed(call: Callable[..., Any], samples_us: list[float], state: Callable[[], bool] | None) -> Callable[..., Any]:

@@ -94,13 +94,7 @@ def dispatch(
 
 @dispatch.register_fake
 def _(
-    tokens: torch.Tensor,
-    weights: torch.Tensor | None,
-    home: torch.Tensor,
-    table: torch.Tensor,
-    source: torch.Tensor,
-    slots: torch.Tensor,
-    key: str,
+    tokens: torch.Tensor, weights: torch.Tensor | None, home: object, table: object, source: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = tokens.new_empty((source.shape[0], tokens.shape[1]))
     return rows, tokens.new_empty(0 if weights is None else source.shape[0], dtype=torch.float32)
@@ -141,13 +135,13 @@ def combine(
 @combine.register_fake
 def _(
     rows: torch.Tensor,
-    scale: torch.Tensor | None,
+    scale: object,
     extra: torch.Tensor | None,
     home: torch.Tensor,
-    table: torch.Tensor,
-    source: torch.Tensor,
+    table: object,
+    source: object,
     slots: torch.Tensor,
-    key: str,
+    *_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     width = 0 if extra is None else slots.shape[1]
     return (
@@ -279,14 +273,13 @@ def _dispatch_out(
 
 @_dispatch_out.register_fake
 def _(
-    received: torch.Tensor,
+    received: object,
     tokens: torch.Tensor,
     weights: torch.Tensor | None,
-    home: torch.Tensor,
-    table: torch.Tensor,
+    home: object,
+    table: object,
     source: torch.Tensor,
-    slots: torch.Tensor,
-    key: str,
+    *_: object,
 ) -> torch.Tensor:
     return tokens.new_empty(0 if weights is None else source.shape[0], dtype=torch.float32)
 

@@ -8,6 +8,7 @@ synchronise the ranks before and after they touch a window.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import threading
@@ -47,7 +48,7 @@ class _LastUse:
     pulled: tuple[Lane, int] | None = None
 
 
-class DeviceSegment:
+class DeviceSegment(abc.ABC):
     """Symmetric memory of one arena on GPUs; subclasses know where it comes from.
 
     Args:
@@ -101,13 +102,13 @@ class DeviceSegment:
 
     # --- what subclasses do ---
 
+    @abc.abstractmethod
     def _open(self) -> tuple[int, tuple[int, ...] | None]:
         """Allocate and share ``nbytes``: the own address, and every rank's address in this process if known."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _release(self, in_use: bool) -> None:
         """Stop sharing, and free the memory unless a tensor still lies there. After a barrier."""
-        raise NotImplementedError
 
     # --- setting up ---
 
@@ -248,5 +249,7 @@ class DeviceSegment:
         finally:
             if healthy:
                 with torch.cuda.device(self.device):
+                    if self.flags is not None:
+                        self.flags.close()
                     self._release(any(alive() is not None for alive in self._alive.values()))
             self._failure = self._failure or "it was closed"

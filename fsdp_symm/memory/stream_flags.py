@@ -92,6 +92,11 @@ class StreamFlags:
             self._graphs[kind, lane] = graph
         self._driver.launch(graph, stream)
 
+    def close(self) -> None:
+        """Free the graphs, once none is running."""
+        while self._graphs:
+            self._driver.forget(self._graphs.popitem()[1])
+
     def wait(self, kind: Kind, lane: Lane, epoch: int, stream: int) -> None:
         """Hold the stream until every peer has signalled ``epoch`` or a later call."""
         ops = self._waits[kind, lane]

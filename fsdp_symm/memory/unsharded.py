@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fsdp_symm import compat
+
 
 class Place:
     """One allocator pool on a GPU, with the events of the reads that its next filling must come after."""
@@ -36,7 +38,7 @@ class Place:
 
     def reads_end_here(self) -> None:
         """Note that the current stream's work so far is what reads the place."""
-        stream = torch.cuda.current_stream(self._key.device)
+        stream = compat.current_stream(self._key.device)
         event = self._readers.get(stream.cuda_stream)
         if event is None:
             event = self._readers[stream.cuda_stream] = torch.cuda.Event()

@@ -17,7 +17,7 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Loc
 
 from fsdp_symm.experts import EpConfig, EPImplementationInterface, ops
 from fsdp_symm.experts.auto import choose_exchange
-from fsdp_symm.experts.config import Overflow
+from fsdp_symm.experts.config import Overflow, refuse
 from fsdp_symm.experts.context import EpContext, Routing, shared_context
 from fsdp_symm.experts.registry import ContextEP, check_batch
 
@@ -61,21 +61,20 @@ class ExchangeTokenDispatcher(BaseEPTokenDispatcher):
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
         """Keep the EP mesh, and take the buffers for the expected type of tokens. Collective over the mesh."""
         self.ep_mesh = ep_mesh
-        if ep_mesh is not None:
-            self.init_buffer()
+        self.init_buffer()
 
     def init_buffer(self) -> None:
-        """The buffers that the first call would take otherwise."""
-        self._context(getattr(torch, self._config.payload_dtype))
+        """The buffers that the first call would take otherwise; none without an EP mesh."""
+        if self.ep_mesh is not None:
+            self._context(self.ep_mesh, getattr(torch, self._config.payload_dtype))
 
-    def _context(self, dtype: torch.dtype) -> EpContext:
+    def _context(self, mesh: DeviceMesh, dtype: torch.dtype) -> EpContext:
         if dtype not in self._contexts:
-            self._contexts[dtype] = self._make_context(dtype)
+            self._contexts[dtype] = self._make_context(mesh, dtype)
         return self._contexts[dtype]
 
-    def _make_context(self, dtype: torch.dtype) -> EpContext:
-        assert self.ep_mesh is not None
-        group, wanted = self.ep_mesh.get_group(), self._config
+    def _make_context(self, mesh: DeviceMesh, dtype: torch.dtype) -> EpContext:
+        group, wanted = mesh.get_group(), self._config
         config = EpConfig(
             num_experts=self.num_experts,
             num_topk=self.top_k,
@@ -92,7 +91,13 @@ class ExchangeTokenDispatcher(BaseEPTokenDispatcher):
             _say(f"expert_parallel: auto chose {chosen.__name__} ({reason})")
         else:
             chosen = EPImplementationInterface.get(wanted.implementation)
-        assert issubclass(chosen, ContextEP)
+        if not issubclass(chosen, ContextEP):
+            refuse(
+                "expert_parallel.implementation",
+                found=f"{wanted.implementation!r} ({chosen.__name__}), which has no dispatch and combine of its own",
+                expected="an implementation that exchanges tokens",
+                fix="use 'copy_engine', 'copy_engine_exact', 'all_to_all' or 'auto'",
+            )
         return shared_context(group, config, chosen.transport)
 
     def dispatch(
@@ -108,7 +113,7 @@ class ExchangeTokenDispatcher(BaseEPTokenDispatcher):
             return LocalTokenDispatcher.dispatch(
                 self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
             )
-        context = self._context(x_TD.dtype)
+        context = self._context(self.ep_mesh, x_TD.dtype)
         scores = topk_scores_TK.float()
         check_batch(x_TD, topk_expert_ids_TK, scores, context.config, x_TD.dtype)
         capacity = context.config.recv_capacity_per_rank

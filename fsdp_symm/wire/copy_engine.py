@@ -32,9 +32,9 @@ from fsdp_symm.wire.replays import Replays
 from fsdp_symm.wire.watchdog import Pending, watch
 
 
-@dataclass
-class _LaneState:
-    """The last call of a lane."""
+@dataclass(frozen=True)
+class _LastCall:
+    """The last call of a lane: its stream's handle, and its end."""
 
     stream: int = -1
     event: torch.cuda.Event | None = None
@@ -63,7 +63,7 @@ class CopyEngineWire:
         self._segment = segment
         self._flags: StreamFlags = segment.flags
         self._peers = segment.peers
-        self._lanes = {lane: _LaneState() for lane in LANES}
+        self._lanes = {lane: _LastCall() for lane in LANES}
         self._replays = Replays(segment.driver, segment.device)
         self._side = torch.cuda.Stream(segment.device)  # for calls on the legacy default stream, which takes no batch
         self._reduce = PullReduce(segment, self._flags, self._peers, self._replays)
@@ -93,49 +93,43 @@ class CopyEngineWire:
             SymmMemError: the targets do not fit the plan.
             SymmMemPeerError: the arena has failed.
         """
-        current = compat.current_stream(self._segment.device)
-        stream = self._off_default(current)
+        places = [(t.data_ptr(), t.nbytes) for t in targets]
+        key = (plan.number, lease.role, lease.offset, *places)
+        if not self._replays.knows(key):  # before any peer hears of the call
+            plan.check_targets([nbytes for _, nbytes in places], what)
+        stream = self._enter(lease.role)
         handle = stream.cuda_stream
-        state = self._enter(lease.role, stream)
         self._flags.number(lease.role, epoch, handle)
         self._flags.signal("ready", lease.role, handle)
         self._flags.wait("ready", lease.role, epoch, handle)
-        places = [(t.data_ptr(), t.nbytes) for t in targets]
-        self._replays.run(
-            (plan.number, lease.role, lease.offset, *places),
-            lambda s: self._fetch(plan, lease, places, what, s),
-            stream,
-        )
-        self._leave(state, stream, lease, epoch, what)
-        if stream is not current:
-            current.wait_stream(stream)
+        self._replays.run(key, lambda s: self._fetch(plan, lease, places, s), stream)
+        self._leave(stream, lease, epoch, what)
         return None
 
-    def _off_default(self, current: torch.cuda.Stream) -> torch.cuda.Stream:
-        """The current stream, or one forked from it where that is the legacy default stream: it takes no graphs."""
-        if current.cuda_stream != 0:
-            return current
-        self._side.wait_stream(current)
-        return self._side
+    def _enter(self, lane: Lane) -> torch.cuda.Stream:
+        """The stream of a call, after the lane's last one: the current stream, or one forked from it where that is the
+        legacy default stream, which takes no graphs."""
+        stream = compat.current_stream(self._segment.device)
+        if stream.cuda_stream == 0:
+            self._side.wait_stream(stream)
+            stream = self._side
+        last = self._lanes[lane]
+        if last.event is not None and last.stream != stream.cuda_stream:
+            stream.wait_event(last.event)
+        return stream
 
-    def _enter(self, lane: Lane, stream: torch.cuda.Stream) -> _LaneState:
-        state = self._lanes[lane]
-        if state.event is not None and state.stream != stream.cuda_stream:
-            stream.wait_event(state.event)
-        return state
-
-    def _leave(self, state: _LaneState, stream: torch.cuda.Stream, lease: Lease, epoch: int, what: str) -> None:
+    def _leave(self, stream: torch.cuda.Stream, lease: Lease, epoch: int, what: str) -> None:
+        """Note the end of a call, and order the current stream after it."""
         event = torch.cuda.Event()
         event.record(stream)
-        state.stream, state.event = stream.cuda_stream, event
+        self._lanes[lease.role] = _LastCall(stream.cuda_stream, event)
         self._segment.pulled(lease.index, lease.role, epoch, event)
         watch(Pending(self._segment, lease.role, epoch, what, event))
+        if stream is self._side:
+            compat.current_stream(self._segment.device).wait_event(event)
 
-    def _fetch(
-        self, plan: PullPlan, lease: Lease, places: list[tuple[int, int]], what: str, stream: torch.cuda.Stream
-    ) -> None:
+    def _fetch(self, plan: PullPlan, lease: Lease, places: list[tuple[int, int]], stream: torch.cuda.Stream) -> None:
         """Copy all blocks to ``places`` (address and bytes of each target), then tell the peers."""
-        plan.check_targets([nbytes for _, nbytes in places], what)
         flat, pitched = [], []
         for block in plan.blocks:
             target = places[block.target][0] + block.offset
@@ -178,14 +172,9 @@ class CopyEngineWire:
         async_op: bool,
     ) -> dist.Work | None:
         """Reduce every rank's chunk of this rank from ``input_ [W * C]``, the slot's tensor, into ``output [C]``."""
-        current = compat.current_stream(self._segment.device)
-        stream = self._off_default(current)
-        state = self._enter(lease.role, stream)
+        stream = self._enter(lease.role)
         self._reduce.run(output, input_, op, lease, epoch, stream)
-        what = f"reduce_scatter of {module!r}, {lease.nbytes} bytes"
-        self._leave(state, stream, lease, epoch, what)
-        if stream is not current:
-            current.wait_stream(stream)
+        self._leave(stream, lease, epoch, f"reduce_scatter of {module!r}, {lease.nbytes} bytes")
         return None
 
     def close(self) -> None:

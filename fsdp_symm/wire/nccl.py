@@ -87,7 +87,7 @@ class NcclWire:
         async_op: bool,
     ) -> dist.Work | None:
         """Reduce-scatter from the slot into ordinary memory; arguments as for the host wire."""
-        if self._copies is not None and self._pulls(output, op):
+        if self._copies is not None and self._pulls(output, op):  # the first half is for the type checker
             return self._copies.reduce_scatter(output, input_, op, lease, epoch, module=module, async_op=async_op)
         rewritten, factor = rewrite_op(op, self._group.size(), self._version)
         work = compat.plain_comm("reduce_scatter")(output, input_, self._group, rewritten, async_op)
@@ -127,4 +127,6 @@ class NcclWire:
         return self._copies.pull(lease, epoch, plan, targets, what=what, async_op=async_op)
 
     def close(self) -> None:
-        """Nothing runs beside the caller's streams."""
+        """See :meth:`CopyEngineWire.close`; NCCL itself runs nothing beside the caller's streams."""
+        if self._copies is not None:
+            self._copies.close()

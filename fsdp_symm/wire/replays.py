@@ -32,6 +32,10 @@ class Replays:
         self._seen: dict[Hashable, None] = {}  # keys seen once, oldest first
         self.building = torch.cuda.Stream(device)
 
+    def knows(self, key: Hashable) -> bool:
+        """Whether a call with this key was run before, as far as is remembered."""
+        return key in self._graphs or key in self._seen
+
     def run(self, key: Hashable, enqueue: Callable[[torch.cuda.Stream], None], stream: torch.cuda.Stream) -> None:
         """Enqueue a call on ``stream``.
 

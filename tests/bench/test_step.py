@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_symm import compat
+from fsdp_symm import compat, compat_unshard
 from fsdp_symm.bench import fsdp_step, schema, step_host, tables, way_tables
 from fsdp_symm.bench.fsdp_step import Plain, StepBench, groups_of, taxes, wrong_losses
 from fsdp_symm.bench.launch import World, run_ranks
@@ -137,10 +137,10 @@ def _host_calls(world: World, variants: list[str]) -> list[tuple[int, int, int]]
         program = build(variant, 128, 3, 1024, world.device)
         program.run(1)
         natives = [group.native for group in compat.param_groups(program.model)]
-        before = step_host._groups.foreach_reduce
+        before = compat_unshard._groups.foreach_reduce
         with step_host.host_times(program.model) as times:
             program.run(2)
-        assert step_host._groups.foreach_reduce is before
+        assert compat_unshard._groups.foreach_reduce is before
         assert not any({"unshard", "wait_for_unshard"} & set(vars(native)) for native in natives)
         counts = len(times.unshard), len(times.wait), len(times.reduce)
         program.run(1)

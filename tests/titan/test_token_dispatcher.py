@@ -169,3 +169,24 @@ def test_a_call_after_the_end_is_named(titan_ranks: Ranks) -> None:
         assert failure.kind == "SymmMemError"
         assert "is closed" in failure.text
         assert "calls before ep_finalize() or close()" in failure.text
+
+
+def _without_an_exchange() -> None:
+    from fsdp_symm.experts import EPImplementation, EPImplementationInterface
+
+    class Mine(EPImplementation):
+        """Computes everything itself."""
+
+        def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
+            return batch[0]
+
+    EPImplementationInterface.register("mine", Mine)
+    routed = _routed("swiglu", slice(0, E // 2), _dispatcher(implementation="mine"))
+    routed.token_dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+
+
+def test_an_implementation_that_exchanges_nothing_cannot_dispatch(ranks2: Ranks) -> None:
+    for failure in ranks2.failures(_without_an_exchange):
+        assert failure.kind == "SymmMemConfigError"
+        assert "found: 'mine' (Mine), which has no dispatch and combine of its own" in failure.text
+        assert "fix: use 'copy_engine', 'copy_engine_exact', 'all_to_all' or 'auto'" in failure.text

@@ -66,6 +66,7 @@ class SimulatedDriver:
         self._recording: list[Callable[[], None]] | None = None
         self._graphs: dict[int, list[Callable[[], None]]] = {}
         self.launches = 0
+        self.living: list[int] = []
 
     def do(self, work: Callable[[], None]) -> None:
         """Run, or note down while capturing."""
@@ -111,15 +112,17 @@ class SimulatedDriver:
         finally:
             recorded, self._recording = self._recording, None
         self._graphs[len(self._graphs) + 1] = recorded
+        self.living.append(len(self._graphs))
         return len(self._graphs)
 
     def launch(self, graph: int, stream: int) -> None:
+        assert graph in self.living, "it was freed"
         self.launches += 1
         for work in self._graphs[graph]:
             work()
 
     def forget(self, graph: int) -> None:
-        self._graphs[graph] = []
+        self.living.remove(graph)
 
 
 class SimulatedSegment(DeviceSegment):
@@ -139,6 +142,12 @@ class SimulatedSegment(DeviceSegment):
         self._alive = {}
         self.flags = StreamFlags(self.driver, [p + data_bytes for p in self.peers], rank)
         self.notices = None
+
+    def _open(self) -> tuple[int, tuple[int, ...] | None]:
+        return self._pointer, self.peers
+
+    def _release(self, in_use: bool) -> None:
+        pass
 
 
 class Rank:

@@ -12,6 +12,9 @@ import torch.distributed as dist
 
 pytest.importorskip("triton")
 
+from fsdp_symm import compat
+from fsdp_symm.errors import SymmMemError
+from fsdp_symm.memory.stream_flags import control_nbytes
 from fsdp_symm.wire import pull_reduce, replays
 from fsdp_symm.wire.pulls import Block, PullPlan
 from fsdp_symm.wire.reduce import reduce_chunks
@@ -95,6 +98,40 @@ def test_an_all_gather_leaves_its_own_chunk_alone(monkeypatch: Any) -> None:
             assert slot.view(3, 256).eq(torch.tensor([[10 * call + r] for r in range(3)])).all()
 
     run(3, 2 * SLOT, program)
+
+
+def test_targets_without_room_are_refused_before_any_peer_hears_of_the_call(monkeypatch: Any) -> None:
+    install(monkeypatch)
+
+    def program(segment: SimulatedSegment) -> None:
+        ranks, peer = Rank(segment, "unshard", 2, SLOT), 1 - segment.rank
+        plan = PullPlan([Block(peer, 0, 0, 0, 64)], rank=segment.rank, world_size=2)
+        _, lease = ranks.acquire(64)
+        for _ in range(2):  # a refused call is not a known one
+            with pytest.raises(SymmMemError, match="t: a target has no room"):
+                ranks.wire.pull(lease, 1, plan, [torch.empty(63, dtype=torch.uint8)], what="t", async_op=False)
+        control = segment.peers[segment.rank] + 2 * SLOT
+        assert not compat.raw_tensor(control, control_nbytes(2), segment.device).any()
+
+    run(2, 2 * SLOT, program)
+
+
+def test_closing_frees_every_graph(monkeypatch: Any) -> None:
+    install(monkeypatch)
+
+    def program(segment: SimulatedSegment) -> None:
+        ranks, peer = Rank(segment, "unshard", 2, SLOT), 1 - segment.rank
+        plan = PullPlan([Block(peer, 0, 0, 0, 64)], rank=segment.rank, world_size=2)
+        target = torch.empty(64, dtype=torch.uint8)
+        for _ in range(8):
+            _, lease = ranks.acquire(64)
+            ranks.wire.pull(lease, ranks.calls, plan, [target], what="t", async_op=False)
+        assert len(segment.driver.living) == 4, "two signals, and the blocks of two slots"
+        ranks.wire.close()
+        segment.flags.close()
+        assert segment.driver.living == []
+
+    run(2, 2 * SLOT, program)
 
 
 class CountingDriver:
