@@ -399,6 +399,41 @@ def test_sums_run_in_rank_order(ranks4: Ranks) -> None:
     assert ranks4.run(_rank_order) == [True] * 4
 
 
+def _closes_while_looked_at() -> None:
+    """Rank 1 delivers and closes between two looks of rank 0: it has done its part."""
+    arena, rank, store = _arena(), dist.get_rank(), compat.default_store()
+    segment: Any = arena.segment
+    comm = SymmMemAllGather(arena, module="m")
+    out = comm.allocate((8,), dtype=torch.float32, device=CPU)
+    own = torch.full((4,), float(rank))
+    if rank == 1:
+        store.wait(["looked"])
+        comm(out, own, dist.group.WORLD)
+        closing = threading.Thread(target=arena.close)
+        closing.start()
+        while not segment._own.closed.reached(1):
+            closing.join(0.01)
+        store.set("closed", "1")
+        closing.join()
+        return
+    look = segment._late
+
+    def slow_look(*waiting: Any) -> list[int]:
+        late = look(*waiting)
+        store.set("looked", "1")
+        store.wait(["closed"])
+        return late
+
+    segment._late = slow_look
+    comm(out, own, dist.group.WORLD)
+    assert out.tolist() == [0.0] * 4 + [1.0] * 4
+    arena.close()
+
+
+def test_a_peer_that_delivers_and_closes_at_once_is_no_failure(ranks2: Ranks) -> None:
+    ranks2.run(_closes_while_looked_at)
+
+
 def _separate_input() -> list[float]:
     arena, rank = _arena(), dist.get_rank()
     comm = SymmMemAllGather(arena, module="m")

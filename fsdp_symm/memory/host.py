@@ -257,8 +257,12 @@ class HostSegment:
                 raise SymmMemPeerError(f"{call}: rank {rank} reported: {text}")
         if waiting is None:
             return
-        late = set(self._late(*waiting))
-        closed = [r for r, m in zip(self.ranks, self._mappings, strict=True) if r in late and m.closed.reached(1)]
+        # Who has left is read first: a rank signals before it leaves, so one that is late after that stays late.
+        has_closed = {r for r, m in zip(self.ranks, self._mappings, strict=True) if m.closed.reached(1)}
+        has_ended = set(self.dead_ranks())
+        late = self._late(*waiting)
+        closed = [r for r in late if r in has_closed]
+        dead = [r for r in late if r in has_ended]
         if closed:
             raise SymmMemPeerError(
                 problem(
@@ -268,11 +272,6 @@ class HostSegment:
                     fix="call disable() and close() on every rank alike, between steps",
                 )
             )
-        dead = [
-            r
-            for r, pidfd in zip(self.ranks, self._pidfds, strict=True)
-            if r in late and pidfd is not None and is_dead(pidfd)
-        ]
         if dead:
             raise SymmMemPeerError(
                 problem(
