@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fsdp_symm import compat, compat_unshard
 from fsdp_symm.compat import ParamGroup
+from fsdp_symm.copy_in import CopyIn
 from fsdp_symm.errors import SymmMemConfigError, problem
 from fsdp_symm.memory.arena import SymmMemArena
 from fsdp_symm.memory.counters import Counters
@@ -30,8 +31,8 @@ from fsdp_symm.plan import packed_nbytes, shard_offsets
 from fsdp_symm.wire import wire_of
 from fsdp_symm.wire.pulls import Block, PullPlan
 
-# Views kept for calls that come again: slots x places of the parameters.
-_MAX_VIEWS = 64
+# Copies kept for calls that come again: slots x places of the parameters.
+_MAX_COPIES = 64
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,16 @@ class _Layout:
         ]
 
     def in_place(self, targets: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-        """Where this rank's own shards belong in the unsharded tensors at these addresses: ``[rows, n / rows]``."""
+        """Where this rank's own shards belong in the unsharded tensors at these addresses: ``[n]``, and
+        ``[rows, n / rows]`` where a shard is cut into several rows."""
         rank, world_size = self.plan.rank, self.plan.world_size
         views = []
         for target, n, dtype, rows in zip(targets, self.numels, self.dtypes, self.rows, strict=True):
             whole = compat.raw_tensor(target, n * dtype.itemsize * world_size, device).view(dtype)
-            views.append(whole.view(rows, world_size, n // rows)[:, rank])
+            if rows == 1:
+                views.append(whole.narrow(0, rank * n, n))
+            else:
+                views.append(whole.view(rows, world_size, n // rows)[:, rank])
         return views
 
 
@@ -124,7 +129,7 @@ class DirectUnshard:
         self._layouts: dict[tuple[str, bool], _Layout] = {}  # by process group and kind of shards
         self._place: Place | None = None  # where the unsharded parameters are now
         self._warned: set[str] = set()
-        self._views: dict[tuple[int, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._copies: dict[tuple[int, ...], CopyIn] = {}  # by layout, slot and places of the parameters
 
     # --- the unshard ---
 
@@ -177,7 +182,7 @@ class DirectUnshard:
             rows = [r for r, count in zip(per_param, counts, strict=True) for _ in range(count)]
             layout = _Layout.of(numels, dtypes, counts, rows, arena.group)
             self._refuse_other_outputs(layout)
-            self._views.clear()
+            self._forget_copies(arena.device)
             self._layouts[key] = layout
         return layout
 
@@ -212,24 +217,23 @@ class DirectUnshard:
     def _copy_in(
         self, layout: _Layout, slot: torch.Tensor, targets: list[torch.Tensor], inputs: list[torch.Tensor]
     ) -> None:
-        """Cast and copy this rank's shards into the slot, for the peers, and to their own place: one fused call."""
+        """Cast and copy this rank's shards into the slot, for the peers, and to their own place."""
         addresses = [t.data_ptr() for t in targets]
         key = (id(layout), slot.data_ptr(), *addresses)
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
+        copy_in = self._copies.get(key)
+        if copy_in is None:
+            if len(self._copies) >= _MAX_COPIES:
+                self._forget_copies(slot.device)
             with torch.inference_mode(False):  # neither that mode nor version counters may be in the way later
-                views = (layout.in_slot(slot.data_ptr(), slot.device), layout.in_place(addresses, slot.device))
-            self._views[key] = views
-        shards, own = views
-        if all(t.device == slot.device for t in inputs):
-            cut = [t.view(o.shape) for t, o in zip(inputs, own, strict=True)]
-            torch._foreach_copy_([*shards, *own], [*inputs, *cut])
-            return
-        for shard, place, tensor in zip(shards, own, inputs, strict=True):  # bytes that come from the CPU come once
-            shard.copy_(tensor, non_blocking=True)
-            place.copy_(shard.view(place.shape))
+                shards = layout.in_slot(slot.data_ptr(), slot.device)
+                copy_in = CopyIn(shards, layout.in_place(addresses, slot.device))
+            self._copies[key] = copy_in
+        copy_in.run(inputs)
+
+    def _forget_copies(self, device: torch.device) -> None:
+        if device.type == "cuda" and self._copies:
+            torch.cuda.synchronize(device)  # kernels may still read their tables; rare
+        self._copies.clear()
 
     @property
     def holds_memory(self) -> bool:

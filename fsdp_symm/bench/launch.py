@@ -145,7 +145,8 @@ def enter(rank: int, world_size: int, store: str, device_type: str) -> World:
     options = compat_nccl.default_options(compat_nccl.nccl_class(), high_priority=False)
     options.config.cta_policy = _DEFAULT_POLICY
     plain = compat.new_group(list(range(world_size)), pg_options=options, timeout=common["timeout"])
-    world = World(rank, world_size, device, _whole_world(), plain, torch.cuda.Stream(device))
+    side = torch.cuda.Stream(device, priority=-1)  # as FSDP2's streams of collectives
+    world = World(rank, world_size, device, _whole_world(), plain, side)
     world.meet()
     _check_policies(world)
     return world

@@ -28,6 +28,7 @@ from fsdp_symm.bench.launch import World, need_gpu, run_ranks
 from fsdp_symm.bench.profiling import profile_ways
 from fsdp_symm.bench.timing import Clock, Way, check, columns, ratios, spread
 from fsdp_symm.bench.unshard_block import POISON, BlockShards, Parameters
+from fsdp_symm.copy_in import CopyIn
 from fsdp_symm.memory.arena import SymmMemArena
 from fsdp_symm.plan import Ring
 from fsdp_symm.wire import wire_of
@@ -95,14 +96,15 @@ class Direct:
         self._masters = shards.masters(world.rank, world.device)
         self._plan = shards.plan(world.rank)
         self._wire = wire_of(arena)
-        self._places: dict[int, list[torch.Tensor]] = {}  # by address of the slot
+        self._copies: dict[int, CopyIn] = {}  # by address of the slot
 
     def copy_in(self, slot: torch.Tensor) -> None:
         """Cast this rank's shards into the slot, for the peers, and to their own places."""
         address = slot.data_ptr()
-        if address not in self._places:
-            self._places[address] = self._shards.views(address, self._shards.offsets, self._world.device)
-        torch._foreach_copy_([*self._places[address], *self._parameters.own], [*self._masters, *self._masters])
+        if address not in self._copies:
+            shards = self._shards.views(address, self._shards.offsets, self._world.device)
+            self._copies[address] = CopyIn(shards, self._parameters.own)
+        self._copies[address].run(self._masters)
 
     def run(self, *, whole: bool) -> None:
         """The next slot, the copy-in if ``whole``, and the pull."""

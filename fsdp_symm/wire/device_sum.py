@@ -22,6 +22,8 @@ from fsdp_symm.wire.reduce import accumulation_dtype, op_name
 
 _BLOCK = 4096
 _WARPS = 8
+# So many programs walk over a piece: enough to keep up with a link, few enough to leave most SMs to the model.
+PROGRAMS = 32
 _Op = compat.ReduceOpKind
 _TL_DTYPES = {
     torch.float16: tl.float16,
@@ -53,25 +55,26 @@ def _sum_kernel(
     output = address.to(tl.pointer_type(DTYPE)) + first
     own = own_address.to(tl.pointer_type(DTYPE))
     rows = rows_address.to(tl.pointer_type(DTYPE))
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < numel
-    total = tl.zeros((BLOCK,), dtype=ACCUMULATE)
-    for rank in tl.static_range(WORLD_SIZE):  # type: ignore[general-type-issues]  # the stub calls it no iterator
-        if rank == RANK:
-            value = tl.load(own + at, mask=mask)
-        elif rank < RANK:
-            value = tl.load(rows + rank * numel + at, mask=mask)
-        else:
-            value = tl.load(rows + (rank - 1) * numel + at, mask=mask)
-        total = value.to(ACCUMULATE) if rank == 0 else total + value.to(ACCUMULATE)
     scale = tl.full((1,), SCALE_BITS, tl.int64).to(tl.float64, bitcast=True).to(ACCUMULATE)
-    if not DIVIDE:
-        total = total * scale
-    elif ACCUMULATE == tl.float32:  # noqa: SIM300 - triton compares the other way round too, but reads worse
-        total = tl.div_rn(total, scale)
-    else:
-        total = total / scale
-    tl.store(output + at, total.to(DTYPE), mask=mask)
+    for block in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)  # a piece is far below 2**31 elements
+        mask = at < numel
+        total = tl.zeros((BLOCK,), dtype=ACCUMULATE)
+        for rank in tl.static_range(WORLD_SIZE):  # type: ignore[general-type-issues]  # the stub calls it no iterator
+            if rank == RANK:
+                value = tl.load(own + at, mask=mask)
+            elif rank < RANK:
+                value = tl.load(rows + rank * numel + at, mask=mask)
+            else:
+                value = tl.load(rows + (rank - 1) * numel + at, mask=mask)
+            total = value.to(ACCUMULATE) if rank == 0 else total + value.to(ACCUMULATE)
+        if not DIVIDE:
+            total = total * scale
+        elif ACCUMULATE == tl.float32:  # noqa: SIM300 - triton compares the other way round too, but reads worse
+            total = tl.div_rn(total, scale)
+        else:
+            total = total / scale
+        tl.store(output + at, total.to(DTYPE), mask=mask)
 
 
 def summable(op: Any, dtype: torch.dtype) -> bool:
@@ -132,7 +135,7 @@ class PieceSum:
         """
         width = self.dtype.itemsize
         numel = nbytes // width
-        _sum_kernel[(triton.cdiv(numel, _BLOCK),)](
+        _sum_kernel[(min(PROGRAMS, triton.cdiv(numel, _BLOCK)),)](
             output_word,
             own,
             rows,

@@ -61,7 +61,7 @@ class PullReduce:
         self._flags = flags
         self._peers = peers
         self._replays = replays
-        self._pulls = torch.cuda.Stream(segment.device)
+        self._pulls = torch.cuda.Stream(segment.device, priority=-1)  # as FSDP2's streams of collectives
         self._output = torch.zeros(1, dtype=torch.int64, device=segment.device)  # where the kernels write
         self._output_word = MemOps(pointer=self._output.data_ptr())
         self._staging: list[torch.Tensor] = []

@@ -56,6 +56,44 @@ def test_the_sum_kernel_adds_in_rank_order_and_writes_nothing_else() -> None:
     assert done.stdout == "done\n", done.stderr
 
 
+COPIES = """
+import random, torch
+from fsdp_symm.wire.device_copy import TwoPlaces, castable
+chance = random.Random(7)
+pairs = [(torch.float32, torch.float16), (torch.float64, torch.float32), (torch.uint8, torch.uint8),
+         (torch.bfloat16, torch.bfloat16), (torch.int64, torch.int64), (torch.float16, torch.float32)]
+assert all(castable(*pair) for pair in pairs) and not castable(torch.int32, torch.float32)
+for round in range(6):
+    sources, firsts, seconds, frames = [], [], [], []
+    for index in range(chance.choice([1, 3, 7])):
+        source_dtype, target_dtype = chance.choice(pairs)
+        numel = chance.choice([0, 1, 4095, 4096, 4097, 9000])
+        source = torch.randint(0, 100, (numel,), dtype=torch.int64).to(source_dtype)
+        outs = []
+        for _ in range(2):
+            before = chance.choice([0, 1, 8])
+            frame = torch.full((before + numel + 5,), 111, dtype=target_dtype)
+            frames.append((frame, before, source.to(target_dtype)))
+            outs.append(frame[before : before + numel])
+        sources.append(source), firsts.append(outs[0]), seconds.append(outs[1])
+    copies = TwoPlaces(sources, firsts, seconds)
+    copies.launch()
+    for frame, before, expected in frames:
+        inside = frame[before : before + expected.numel()]
+        assert torch.equal(inside, expected), (frame.dtype, expected.numel())
+        assert (frame == 111).sum() - (inside == 111).sum() == frame.numel() - inside.numel()
+print("done")
+"""
+
+
+def test_the_copy_kernel_fills_both_places_and_nothing_else() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", COPIES], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
 def test_an_op_that_cannot_be_summed_is_refused() -> None:
     import torch.distributed as dist
 
