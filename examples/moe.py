@@ -140,9 +140,9 @@ def compare(model: Model, reference: Model, group: dist.ProcessGroup) -> None:
 
 
 @contextmanager
-def processes() -> Iterator[torch.device]:
-    """The process group and this rank's device."""
-    if torch.cuda.is_available():
+def processes(kind: str) -> Iterator[torch.device]:
+    """The process group and this rank's device; ranks share GPUs where there are fewer."""
+    if kind == "cuda":
         device = torch.device("cuda", dist.get_node_local_rank(0) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, pg_options=zero_cta_options())
@@ -161,8 +161,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--expert-ranks", type=int, default=2, help="ranks that share the experts")
     parser.add_argument("--implementation", default="auto", help="all_to_all, copy_engine, ...")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    with processes() as device:
+    with processes(args.device) as device:
         size = dist.get_world_size()
         if size % args.expert_ranks:
             parser.error(f"--expert-ranks {args.expert_ranks} does not divide {size} processes")

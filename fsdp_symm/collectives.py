@@ -9,7 +9,7 @@ Legend: W ranks, C elements of one rank's chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -54,8 +54,10 @@ class _SymmMemComm(SymmMemAllocMixin):
             op=op,
         )
 
-    def _check(self, whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-        if whole.numel() != part.numel() * group.size() or whole.dtype != part.dtype:
+    def _check(
+        self, whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, *, narrow: torch.dtype | None = None
+    ) -> None:
+        if whole.numel() != part.numel() * group.size() or whole.dtype not in (part.dtype, narrow):
             names = ("output", "input") if self.role == "all_gather" else ("input", "output")
             raise SymmMemError(
                 problem(
@@ -113,17 +115,36 @@ class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
 
     role: Role = "reduce_scatter"
 
+    gradient_dtype: Callable[[], torch.dtype | None] | None = None
+    """Asked for the type of the gradients that are about to be reduced, where it is known."""
+
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """FSDP2 asks twice a call: for the input (a slot), then for the output, ``1 / W`` of it (ordinary memory)."""
+        """FSDP2 asks twice a call: for the input (a slot), then for the output, ``1 / W`` of it (ordinary memory).
+
+        The input may be of a narrower type than was asked for: that of the gradients, where the wire sums in the wider
+        one. FSDP2's copy-in takes either.
+        """
         numel = math.prod(int(s) for s in size)
         expected, self._output_numel = self._output_numel, None
         if numel == expected:
             return torch.empty(tuple(size), dtype=dtype, device=device)
-        tensor = super().allocate(size, dtype=dtype, device=device)
+        self._narrow = self._narrower(dtype)
+        tensor = super().allocate(size, dtype=self._narrow or dtype, device=device)
+        if tensor.dtype != dtype and self._current is None:  # no slot: the plain path sums in the type it is given
+            tensor = torch.empty(tuple(size), dtype=dtype, device=device)
         self._output_numel = numel // self._world_size if self._world_size else None
         return tensor
 
     _output_numel: int | None = None  # size of the output that belongs to the last input
+    _narrow: torch.dtype | None = None  # type of the last input, where it is not that of the sum
+
+    def _narrower(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The type that may travel for a sum in ``dtype``, if it is a narrower one; the same on every rank."""
+        kind = None if self.gradient_dtype is None else self.gradient_dtype()
+        if dtype != torch.float32 or kind not in (torch.bfloat16, torch.float16):
+            return None
+        arena = self._choose()
+        return kind if arena is not None and not arena.closed and wire_of(arena).widens else None
 
     def __call__(
         self,
@@ -142,15 +163,16 @@ class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
             SymmMemError: sizes or dtypes do not fit together, or another op.
             SymmMemTimeoutError, SymmMemPeerError: a rank did not arrive, died, or issued another call.
         """
-        self._check(input_tensor, output_tensor, group)
+        self._check(input_tensor, output_tensor, group, narrow=self._narrow)
         slot = self._slot(input_tensor, group)
         nbytes = input_tensor.numel() * input_tensor.element_size()
         if slot is None:
+            input_tensor = input_tensor.to(output_tensor.dtype)
             with self._range(nbytes, PLAIN, group, op_name(op)):
                 return compat.plain_comm(self.role)(output_tensor, input_tensor, group, op, async_op)
         arena, lease = slot
         wire = wire_of(arena)
-        with self._range(nbytes, wire.reduce_engine(output_tensor, op), group, op_name(op)):
+        with self._range(nbytes, wire.reduce_engine(input_tensor, op), group, op_name(op)):
             return wire.reduce_scatter(
                 output_tensor,
                 input_tensor,

@@ -19,6 +19,7 @@ from fsdp_symm import compat, compat_unshard
 from fsdp_symm.allocation import Arenas, allocate
 from fsdp_symm.collectives import SymmMemAllGather, SymmMemReduceScatter
 from fsdp_symm.compat import ParamGroup, Role
+from fsdp_symm.compat_reduce import GradientTypes
 from fsdp_symm.decisions import make_report
 from fsdp_symm.errors import SymmMemConfigError, SymmMemError, problem
 from fsdp_symm.memory.arena import SymmMemArena
@@ -50,15 +51,28 @@ _COMMS: dict[Role, type[SymmMemAllGather] | type[SymmMemReduceScatter]] = {
 
 @dataclass(frozen=True)
 class _Installed:
-    """One comm object put in, and what it replaced."""
+    """One comm object put in, and what it replaced.
+
+    Attributes:
+        gradients: what tells a reduce-scatter the type of its gradients.
+    """
 
     group: ParamGroup
     role: Role
-    comm: object
+    comm: SymmMemAllGather | SymmMemReduceScatter
     previous: object
+    gradients: GradientTypes | None = None
+
+    def do(self) -> None:
+        """Put the comm in."""
+        compat.set_comm(self.group, self.role, self.comm)
+        if self.gradients is not None:
+            self.gradients.install()
 
     def undo(self) -> None:
         """Put the previous comm back, unless someone has replaced ours since."""
+        if self.gradients is not None:
+            self.gradients.uninstall()
         if compat.get_comm(self.group, self.role) is self.comm:
             compat.set_comm(self.group, self.role, self.previous)
 
@@ -69,6 +83,10 @@ class _TakenOver:
 
     group: ParamGroup
     unsharder: DirectUnshard
+
+    def do(self) -> None:
+        """Take the group over."""
+        compat_unshard.install(self.group, self.unsharder)
 
     def undo(self) -> None:
         """Give the group its own unshard back."""
@@ -336,16 +354,17 @@ def _install(
     for skip in (s for s in skips if s.watched):
         entries.append(_comm(skip.group, skip.role, _chooser(skip.group, skip.role, arenas), counters, strict))
     for entry in entries:  # plain attribute writes: nothing here can fail half-way
-        if isinstance(entry, _TakenOver):
-            compat_unshard.install(entry.group, entry.unsharder)
-        else:
-            compat.set_comm(entry.group, entry.role, entry.comm)
+        entry.do()
     return tuple(entries)
 
 
 def _comm(group: ParamGroup, role: Role, choose: ArenaSource, counters: Counters, strict: bool) -> _Installed:
     comm = _COMMS[role](choose, module=group.label, strict=strict, counters=counters)
-    return _Installed(group, role, comm, compat.get_comm(group, role))
+    gradients = None
+    if isinstance(comm, SymmMemReduceScatter):
+        gradients = GradientTypes(group)
+        comm.gradient_dtype = lambda: gradients.dtype
+    return _Installed(group, role, comm, compat.get_comm(group, role), gradients)
 
 
 def _chooser(group: ParamGroup, lane: Lane, arenas: Arenas) -> ArenaSource:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fsdp_symm.bench import expert_tables, schema, tables, way_tables
+from fsdp_symm.bench import expert_tables, schema, summary, tables, train_command, way_tables
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +40,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     step.add_argument("--traces", type=Path, default=None, metavar="DIR", help="keep a trace of each variant")
     _add_experts(kinds.add_parser("experts", help="expert parallelism: dispatch, combine, forward and backward"))
+    train_command.configure(
+        kinds.add_parser("train", help="train.py: with the switch, plain, with torchtitan's switch")
+    )
+    total = kinds.add_parser("summary", help="a short table of every CSV of a folder; exit 1 if losses differ")
+    total.add_argument("folder", type=Path, metavar="FOLDER", help="where the CSVs are")
     renew = kinds.add_parser("tables", help="renew the README's tables from the CSVs in profiles/")
     renew.add_argument("--root", type=Path, default=Path("."), help="the repository (default: this folder)")
     renew.add_argument("--check", action="store_true", help="change nothing; exit 1 if a table is out of date")
@@ -70,16 +75,20 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen benchmark."""
-    if args.bench == "tables":
-        return tables.renew(args.root, check=args.check)
+    alone: dict[str, Callable[[], int]] = {
+        "tables": lambda: tables.renew(args.root, check=args.check),
+        "train": lambda: train_command.run(args),
+        "summary": lambda: summary.run(args.folder),
+        "host": lambda: _run_host(args),
+    }
+    if args.bench in alone:
+        return alone[args.bench]()
     gpu: dict[str, Callable[[argparse.Namespace], tuple[list[dict[str, Any]], list[str]]]] = {
         "fsdp-step": _fsdp_step,
         "unshard": _unshard,
         "reduce-scatter": _reduce_scatter,
         "experts": _experts,
     }
-    if args.bench not in gpu:
-        return _run_host(args)
     from fsdp_symm.errors import SymmMemError
 
     try:

@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from fsdp_symm.bench import expert_tables, schema, way_tables
+from fsdp_symm.bench import expert_tables, nvlink_tables, schema, way_tables
 from fsdp_symm.bench.schema import Row
+from fsdp_symm.errors import SymmMemConfigError
 
 
 def _size(nbytes: int) -> str:
@@ -108,7 +109,7 @@ def _inspect(path: Path) -> str:
     return inspect_table(schema.read_lines(path))
 
 
-# marker -> (CSV below the repository, how it becomes a table)
+# marker -> (CSV below the repository, or a folder of them, how it becomes a table)
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "host_vs_gloo": ("profiles/host_vs_gloo.csv", _host),
     "fsdp_step_w2": ("profiles/fsdp_step_w2.csv", _steps),
@@ -125,6 +126,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "expert_costs_w2": ("profiles/experts_w2.csv", _expert_costs),
     "expert_costs_w4": ("profiles/experts_w4.csv", _expert_costs),
     "inspect": ("profiles/inspect.csv", _inspect),
+    "nvlink": (nvlink_tables.FOLDER, nvlink_tables.section),
 }
 # files that may hold tables; a table is in one of them
 DOCUMENTS = ("README.md", "docs/experts.md")
@@ -178,12 +180,16 @@ def _renew_one(root: Path, marker: str, documents: dict[str, str]) -> str | None
     csv_path, make = TABLES[marker]
     path = root / csv_path
     wanted = [name for name, text in documents.items() if f"<!-- table:{marker} -->" in text]
-    if not path.is_file():
+    if not path.exists():
         return f"found no {path}, expected a CSV, fix: run the benchmark first" if wanted else None
     if not wanted and marker in OPTIONAL:
         return None
     name = wanted[0] if len(wanted) == 1 else DOCUMENTS[0]
-    replaced = _replace(documents[name], marker, make(path)) if len(wanted) == 1 else None
+    try:
+        table = make(path)
+    except SymmMemConfigError as error:
+        return str(error)
+    replaced = _replace(documents[name], marker, table) if len(wanted) == 1 else None
     if replaced is None:
         return (
             f"found no single pair of markers for {marker!r} in {root / name}, expected <!-- table:{marker} --> and "

@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from fsdp_symm.errors import SymmMemMemoryError, SymmMemUnavailableError, problem
 
@@ -97,17 +98,21 @@ class MemOps:
         self._pointer[:] = pointer
 
 
+FlatCopy = tuple[int, int, int]
+"""Target address, source address, bytes."""
+
+PitchedCopy = tuple[int, int, int, int, int, int]
+"""Target address, source address, bytes of a row, rows, pitch in the target, pitch in the source."""
+
+
 class Copies:
     """Device-to-device copies as C arrays, for one call of ``cuMemcpyBatchAsync``.
 
     Args:
-        flat: (target address, source address, bytes).
-        pitched: (target address, source address, bytes of a row, rows, pitch in the target, pitch in the source).
+        flat, pitched: blocks of bytes, and blocks of rows.
     """
 
-    def __init__(
-        self, flat: Sequence[tuple[int, int, int]], pitched: Sequence[tuple[int, int, int, int, int, int]] = ()
-    ) -> None:
+    def __init__(self, flat: Sequence[FlatCopy], pitched: Sequence[PitchedCopy] = ()) -> None:
         self.count = len(flat)
         columns = list(zip(*flat, strict=True)) or [(), (), ()]
         self._arrays = [np.array(column, np.uint64) for column in columns]
@@ -139,6 +144,7 @@ class CudaDriver:
         self._attributes = _CopyAttributes(source_order=_ORDER_STREAM, flags=_OVERLAP_WITH_COMPUTE)
         self._first = ctypes.c_size_t(0)
         self._failed = ctypes.c_size_t()
+        self._launch = _runtime_launch() or library.cuGraphLaunch
         self._attribute_args = (ctypes.byref(self._attributes), ctypes.byref(self._first), ctypes.c_size_t(1))
 
     @property
@@ -223,11 +229,23 @@ class CudaDriver:
 
     def launch(self, graph: int, stream: int) -> None:
         """Enqueue a graph of :meth:`capture`."""
-        self._check(self._library.cuGraphLaunch(ctypes.c_void_p(graph), ctypes.c_void_p(stream)), "cuGraphLaunch")
+        self._check(self._launch(ctypes.c_void_p(graph), ctypes.c_void_p(stream)), "cuGraphLaunch")
 
     def forget(self, graph: int) -> None:
         """Free a graph that is not running."""
         self._check(self._library.cuGraphExecDestroy(ctypes.c_void_p(graph)), "cuGraphExecDestroy")
+
+
+def _runtime_launch() -> Callable[..., int] | None:
+    """The CUDA runtime's ``cudaGraphLaunch``, which takes the driver's handles; ``None`` where torch has brought none.
+
+    Kineto records the runtime's launches and not the driver's: with it, a trace says which call the copies belong to.
+    """
+    major = (torch.version.cuda or "").split(".")[0]
+    try:
+        return ctypes.CDLL(f"libcudart.so.{major}").cudaGraphLaunch
+    except (OSError, AttributeError):
+        return None
 
 
 @functools.cache

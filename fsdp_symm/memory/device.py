@@ -29,6 +29,9 @@ from fsdp_symm.plan import Lane
 from fsdp_symm.rendezvous import exchange
 
 _ALIGNMENT_BYTES = 4096
+# Nothing else uses this one (torch clamps it to what the GPU has): streams of one priority may share a hardware queue,
+# and the watchdog must not stand behind the stream that is stuck.
+_WATCHDOG_PRIORITY = -3
 
 
 @dataclass
@@ -98,7 +101,7 @@ class DeviceSegment(abc.ABC):
             self.flags = StreamFlags(self.driver, [p + self._control_at for p in self.peers], self.rank)
         self.notices = self._notice_board(num_slots)
         self._mirror = torch.empty(control_nbytes(len(self.ranks)) // 4, dtype=torch.int32, pin_memory=True)
-        self._mirror_stream = torch.cuda.Stream(device)
+        self._mirror_stream = torch.cuda.Stream(device, priority=_WATCHDOG_PRIORITY)
 
     # --- what subclasses do ---
 

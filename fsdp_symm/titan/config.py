@@ -55,6 +55,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Any:
     _refuse_two_switches(tree, path)
     with _quiet():
         base = _registry_config(model, model_tree, path)
+        _keep_layers(base.model_spec, model, model_tree, path)
         fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
         fields["metrics"] = _symm_metrics(base.metrics)
         base = SymmTrainer.Config(**fields, model=model)
@@ -148,6 +149,28 @@ def _registry_config(model: ModelSection, tree: Tree, path: str) -> Any:
                 " allowed: a function that returns a torchtitan Trainer.Config"
             )
     return cpu.adapt_defaults(config)
+
+
+def _keep_layers(model_spec: Any, model: ModelSection, tree: Tree, path: str) -> None:
+    """Leave a model with its first ``model.layers`` layers: each layer's config and init depend on its own number only.
+
+    Raises:
+        ConfigError: more layers than the model has, or a model without a list of layers.
+    """
+    if not model.layers:
+        return
+    source = source_of(tree["layers"], path)
+    known = getattr(model_spec.model, "layers", None)
+    if not isinstance(known, list):
+        raise ConfigError(
+            f"{source}: model.layers: found {model.layers} for {model.config!r}, whose model has no list of layers;"
+            " allowed: 0 (the whole model)"
+        )
+    if model.layers > len(known):
+        raise ConfigError(
+            f"{source}: model.layers: found {model.layers}; allowed for {model.config!r}: 0 (all) to {len(known)}"
+        )
+    model_spec.model.layers = known[: model.layers]
 
 
 def _registry_module(name: str, source: str) -> ModuleType:

@@ -110,16 +110,18 @@ def adapt_defaults(config: Any) -> Any:
         config: a ``Trainer.Config``.
 
     Returns:
-        A config with ``spmd_backend="partial_dtensor"`` where "spmd_types" cannot run, and without CUDA graphs on CPU.
+        A config with ``spmd_backend="partial_dtensor"`` where "spmd_types" cannot run, and without CUDA graphs and
+        torchtitan's profiler on CPU.
     """
-    parallelism, training = config.parallelism, config.training
+    parallelism, training, profiler = config.parallelism, config.training, config.profiler
     # fully_shard of torch 2.13 refuses the mixed placements of "spmd_types"; on gloo its list all_to_all fails as well
     # (seen on torch 2.14.1).
     if on_cpu() or _before_2_14():
         parallelism = dataclasses.replace(parallelism, spmd_backend="partial_dtensor")
     if on_cpu():
         training = dataclasses.replace(training, disable_cuda_graphs=True)
-    return dataclasses.replace(config, parallelism=parallelism, training=training)
+        profiler = dataclasses.replace(profiler, enable_profiling=False)  # the registry turns it on for real sizes
+    return dataclasses.replace(config, parallelism=parallelism, training=training, profiler=profiler)
 
 
 def _before_2_14() -> bool:
@@ -159,14 +161,18 @@ def use_sdpa(model_config: Any) -> int:
     """Replace every FlexAttention in a model's config tree by causal SDPA (no document masks).
 
     FlexAttention has no backward on CPU; and torchtitan 0.3.0 refuses "sdpa" as a model's attention backend, so the
-    tree is the only place. Also takes cuDNN out of torchtitan's list of SDPA kernels: it failed on torch 2.14.1.
+    tree is the only place. Also takes cuDNN out of torchtitan's list of SDPA kernels: it failed on torch 2.14.1. The
+    memory-efficient kernel comes in for heads whose values are narrower than their queries (DeepSeek's): flash
+    attention refuses those, and the math kernel holds a whole attention matrix, 4 GiB in fp32 for 16 heads and 8192
+    tokens.
 
     Returns:
         How many attention configs were replaced.
     """
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 
-    ScaledDotProductAttention.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    ScaledDotProductAttention.sdpa_backends = kernels
     found = list(model_config.traverse(FlexAttention.Config))
     for _, _, parent, attribute in found:
         replacement = ScaledDotProductAttention.Config()

@@ -36,8 +36,10 @@ class ModelSection:
     attention: Literal["auto", "sdpa", "default"] = _doc(
         "auto", "'default': what the model asks for; 'sdpa': causal SDPA without document masks; 'auto': sdpa on CPU"
     )
+    layers: int = _doc(0, "keep only the model's first N layers, for a model that does not fit; 0: all of them")
 
     def __post_init__(self) -> None:
+        _at_least(self, "layers", 0)
         for name, example in (("module", "llama3"), ("config", "llama3_debugmodel")):
             if not getattr(self, name):
                 raise FieldError(name, f"found nothing; allowed: a name such as {example!r}")

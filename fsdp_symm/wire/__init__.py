@@ -22,14 +22,18 @@ class Wire(Protocol):
         pull_engine, gather_engine: who moves the bytes of :meth:`pull` and :meth:`all_gather`: ``"host"``, ``"nccl"``
             or ``"copy_engine"``.
         reduce_scatter_way: ``"auto"``, ``"copy_engine"`` or ``"nccl"``, for wires that have a choice.
+        widens: whether :meth:`reduce_scatter` takes bf16 and fp16 inputs for an fp32 output, and sums in fp32.
     """
 
     pull_engine: str
     gather_engine: str
     reduce_scatter_way: str
 
-    def reduce_engine(self, output: torch.Tensor, op: object) -> str:
-        """Who will move the bytes of a reduce-scatter into ``output [C]``."""
+    @property
+    def widens(self) -> bool: ...
+
+    def reduce_engine(self, input_: torch.Tensor, op: object) -> str:
+        """Who will move the bytes of a reduce-scatter of ``input_ [W * C]``."""
         ...
 
     def all_gather(
@@ -49,7 +53,10 @@ class Wire(Protocol):
         module: str,
         async_op: bool,
     ) -> dist.Work | None:
-        """Reduce every rank's chunk of this rank from ``input_ [W * C]``, the slot's tensor, into ``output [C]``."""
+        """Reduce every rank's chunk of this rank from ``input_ [W * C]``, the slot's tensor, into ``output [C]``.
+
+        The input may be of a narrower type than the output where the wire :attr:`widens`.
+        """
         ...
 
     def pull(

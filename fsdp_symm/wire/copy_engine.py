@@ -22,13 +22,13 @@ import torch.distributed as dist
 from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemUnavailableError, problem
 from fsdp_symm.memory.arena import Lease
-from fsdp_symm.memory.cuda_driver import Copies
+from fsdp_symm.memory.cuda_driver import FlatCopy, PitchedCopy
 from fsdp_symm.memory.device import DeviceSegment
 from fsdp_symm.memory.stream_flags import StreamFlags
 from fsdp_symm.plan import LANES, Lane
 from fsdp_symm.wire.pull_reduce import PullReduce
 from fsdp_symm.wire.pulls import Block, PullPlan
-from fsdp_symm.wire.replays import Replays
+from fsdp_symm.wire.replays import BRANCHES, Replays, spread
 from fsdp_symm.wire.watchdog import Pending, watch
 
 
@@ -49,6 +49,7 @@ class CopyEngineWire:
 
     pull_engine = gather_engine = "copy_engine"
     reduce_scatter_way = "auto"
+    widens = True
 
     def __init__(self, segment: DeviceSegment) -> None:
         if segment.flags is None or segment.peers is None:
@@ -130,7 +131,8 @@ class CopyEngineWire:
 
     def _fetch(self, plan: PullPlan, lease: Lease, places: list[tuple[int, int]], stream: torch.cuda.Stream) -> None:
         """Copy all blocks to ``places`` (address and bytes of each target), then tell the peers."""
-        flat, pitched = [], []
+        flat: list[FlatCopy] = []
+        pitched: list[PitchedCopy] = []
         for block in plan.blocks:
             target = places[block.target][0] + block.offset
             source = self._peers[block.peer] + lease.offset + block.source
@@ -138,12 +140,13 @@ class CopyEngineWire:
                 flat.append((target, source, block.nbytes))
             else:
                 pitched.append((target, source, block.nbytes, block.rows, block.pitch, block.nbytes))
-        self._segment.driver.copy(Copies(flat, pitched), stream.cuda_stream, capturing=stream is self._replays.building)
-        self._flags.signal("done", lease.role, stream.cuda_stream, replay=stream is not self._replays.building)
+        capturing = stream is self._replays.building
+        self._replays.copy(spread(flat, pitched, BRANCHES if capturing else 1), stream)
+        self._flags.signal("done", lease.role, stream.cuda_stream, replay=not capturing)
 
     # --- FSDP2's collectives ---
 
-    def reduce_engine(self, output: torch.Tensor, op: object) -> str:
+    def reduce_engine(self, input_: torch.Tensor, op: object) -> str:
         """Always copy engines."""
         return "copy_engine"
 

@@ -20,8 +20,8 @@ from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemError, problem
 from fsdp_symm.wire.reduce import accumulation_dtype, op_name
 
-_BLOCK = 4096
-_WARPS = 8
+_BLOCK_BYTES = 32768  # of every rank's piece that a program sums at once: enough in flight to hide the memory's latency
+_WARPS = 16
 # So many programs walk over a piece: enough to keep up with a link, few enough to leave most SMs to the model.
 PROGRAMS = 32
 _Op = compat.ReduceOpKind
@@ -45,6 +45,7 @@ def _sum_kernel(
     WORLD_SIZE: tl.constexpr,
     DIVIDE: tl.constexpr,
     DTYPE: tl.constexpr,
+    OUTPUT: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -52,7 +53,7 @@ def _sum_kernel(
     address = tl.load(output_word)
     if ALIGNED:  # lets the compiler use 16-byte accesses
         address = tl.multiple_of(address, 16)
-    output = address.to(tl.pointer_type(DTYPE)) + first
+    output = address.to(tl.pointer_type(OUTPUT)) + first
     own = own_address.to(tl.pointer_type(DTYPE))
     rows = rows_address.to(tl.pointer_type(DTYPE))
     scale = tl.full((1,), SCALE_BITS, tl.int64).to(tl.float64, bitcast=True).to(ACCUMULATE)
@@ -74,11 +75,11 @@ def _sum_kernel(
             total = tl.div_rn(total, scale)
         else:
             total = total / scale
-        tl.store(output + at, total.to(DTYPE), mask=mask)
+        tl.store(output + at, total.to(OUTPUT), mask=mask)
 
 
 def summable(op: Any, dtype: torch.dtype) -> bool:
-    """Whether :class:`PieceSum` knows the op and the dtype."""
+    """Whether :class:`PieceSum` knows the op and the dtype of its pieces."""
     kind = op.op if hasattr(op, "op") else op
     return kind in (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM) and dtype in _TL_DTYPES
 
@@ -88,21 +89,23 @@ class PieceSum:
     """``scale * (x_0 + ... + x_(W-1))``, or the sum divided by W where W is no power of two.
 
     Attributes:
-        dtype: of pieces and output.
+        dtype: of the pieces.
+        output: of the result: ``dtype``, or the type of the sum, fp32 for the narrower ones.
         rank, world_size: where this rank's own piece stands in the order.
         scale: factor or divisor.
         divide: whether to divide.
     """
 
     dtype: torch.dtype
+    output: torch.dtype
     rank: int
     world_size: int
     scale: float
     divide: bool
 
     @staticmethod
-    def of(op: Any, dtype: torch.dtype, rank: int, world_size: int) -> PieceSum:
-        """The arithmetic of a reduce op.
+    def of(op: Any, dtype: torch.dtype, output: torch.dtype, rank: int, world_size: int) -> PieceSum:
+        """The arithmetic of a reduce op on pieces of ``dtype``.
 
         Raises:
             SymmMemError: another op than SUM, AVG and PREMUL_SUM, or not a floating dtype.
@@ -120,9 +123,9 @@ class PieceSum:
         if kind == _Op.AVG:
             # Dividing by a power of two is multiplying by its inverse, bit for bit, and much cheaper.
             divide = world_size & (world_size - 1) != 0
-            return PieceSum(dtype, rank, world_size, float(world_size) if divide else 1.0 / world_size, divide)
+            return PieceSum(dtype, output, rank, world_size, float(world_size) if divide else 1.0 / world_size, divide)
         factor = compat.premul_factor(op)
-        return PieceSum(dtype, rank, world_size, 1.0 if factor is None else factor, False)
+        return PieceSum(dtype, output, rank, world_size, 1.0 if factor is None else factor, False)
 
     def launch(self, output_word: torch.Tensor, own: int, rows: int, start: int, nbytes: int, aligned: bool) -> None:
         """Sum one piece on the current stream.
@@ -130,12 +133,13 @@ class PieceSum:
         Args:
             output_word: int64 ``[1]`` that holds the address of the whole output.
             own, rows: addresses of this rank's piece ``[P]`` and of the peers' ``[W - 1, P]`` in rank order.
-            start, nbytes: the piece's place in the output.
+            start, nbytes: the piece's place in a rank's chunk, in bytes of ``dtype``.
             aligned: whether the output starts on 16 bytes.
         """
         width = self.dtype.itemsize
         numel = nbytes // width
-        _sum_kernel[(min(PROGRAMS, triton.cdiv(numel, _BLOCK)),)](
+        block = _BLOCK_BYTES // width
+        _sum_kernel[(min(PROGRAMS, triton.cdiv(numel, block)),)](
             output_word,
             own,
             rows,
@@ -146,8 +150,9 @@ class PieceSum:
             WORLD_SIZE=self.world_size,
             DIVIDE=self.divide,
             DTYPE=_TL_DTYPES[self.dtype],
+            OUTPUT=_TL_DTYPES[self.output],
             ACCUMULATE=_TL_DTYPES[accumulation_dtype(self.dtype)],
             ALIGNED=aligned,
-            BLOCK=_BLOCK,
+            BLOCK=block,
             num_warps=_WARPS,  # type: ignore[call-arg]  # a launch option of triton, not of the kernel
         )

@@ -135,12 +135,13 @@ class HostWire:
 
     pull_engine = gather_engine = "host"
     reduce_scatter_way = "auto"
+    widens = True
 
     def __init__(self, segment: HostSegment) -> None:
         self._segment = segment
         self._queues: dict[Lane, _Queue] = {lane: _Queue(lane) for lane in LANES}
 
-    def reduce_engine(self, output: torch.Tensor, op: object) -> str:
+    def reduce_engine(self, input_: torch.Tensor, op: object) -> str:
         """Always the host."""
         return "host"
 
@@ -181,11 +182,11 @@ class HostWire:
 
         Args:
             output: ``[C]``, ordinary memory.
-            input_: ``[W * C]``, the slot's tensor.
+            input_: ``[W * C]``, the slot's tensor; also bf16 or fp16 for an fp32 output.
             op: see :mod:`fsdp_symm.wire.reduce`.
             lease, epoch, module, async_op: as for :meth:`all_gather`.
         """
-        call = f"reduce_scatter of {module!r}, {lease.nbytes} bytes {_name(output)}, {op_name(op)}"
+        call = f"reduce_scatter of {module!r}, {lease.nbytes} bytes {_name(input_)}, {op_name(op)}"
         target, source = output.view(-1), input_.view(-1)
         return self._queues["reduce_scatter"].start(
             lambda: self._guarded(call, lambda: self._reduce_scatter(target, source, op, lease, epoch, call)),
@@ -277,11 +278,11 @@ class HostWire:
         for peer in self._peers():
             self._meet(peer, lease, epoch, call, signature)
         numel, rank = output.numel(), self._segment.rank
-        nbytes = numel * output.element_size()
+        nbytes = numel * input_.element_size()  # which may be of a narrower type than the sum
         chunks = [
             input_.narrow(0, rank * numel, numel)
             if peer == rank
-            else self._segment.data(peer, lease.offset + rank * nbytes, nbytes).view(output.dtype)
+            else self._segment.data(peer, lease.offset + rank * nbytes, nbytes).view(input_.dtype)
             for peer in range(len(self._segment.ranks))
         ]
         reduce_chunks(output, chunks, op)

@@ -56,9 +56,14 @@ class NcclWire:
         self._version = compat_nccl.nccl_runtime_version()
         self._copies = CopyEngineWire(segment) if segment.peers is not None else None
 
-    def reduce_engine(self, output: torch.Tensor, op: object) -> str:
+    @property
+    def widens(self) -> bool:
+        """Only our own wire sums in another type than it is given."""
+        return self._copies is not None and self.reduce_scatter_way == "copy_engine"
+
+    def reduce_engine(self, input_: torch.Tensor, op: object) -> str:
         """Our own wire's copy engines, or NCCL."""
-        return "copy_engine" if self._pulls(output, op) else "nccl"
+        return "copy_engine" if self._pulls(input_, op) else "nccl"
 
     def all_gather(
         self, output: torch.Tensor, lease: Lease, epoch: int, *, module: str, async_op: bool
@@ -87,7 +92,7 @@ class NcclWire:
         async_op: bool,
     ) -> dist.Work | None:
         """Reduce-scatter from the slot into ordinary memory; arguments as for the host wire."""
-        if self._copies is not None and self._pulls(output, op):  # the first half is for the type checker
+        if self._copies is not None and self._pulls(input_, op):  # the first half is for the type checker
             return self._copies.reduce_scatter(output, input_, op, lease, epoch, module=module, async_op=async_op)
         rewritten, factor = rewrite_op(op, self._group.size(), self._version)
         work = compat.plain_comm("reduce_scatter")(output, input_, self._group, rewritten, async_op)
@@ -99,13 +104,13 @@ class NcclWire:
             self._segment.used(lease.index)
         return work
 
-    def _pulls(self, output: torch.Tensor, op: object) -> bool:
+    def _pulls(self, input_: torch.Tensor, op: object) -> bool:
         """Whether our own wire runs this reduce-scatter; the same answer on every rank.
 
         ``"auto"`` keeps NCCL's symmetric kernel: measured on ranks that share an H200, a pulled sum takes 0.93 of its
         time alone but 2.7 times as long beside a GEMM (profiles/reduce_scatter_w2.csv).
         """
-        return self._copies is not None and self.reduce_scatter_way == "copy_engine" and summable(op, output.dtype)
+        return self._copies is not None and self.reduce_scatter_way == "copy_engine" and summable(op, input_.dtype)
 
     def pull(
         self,

@@ -3,6 +3,7 @@
 Pulls run on a stream forked off the caller's into two staging buffers; the sum of one piece runs while the next one is
 pulled. The sum is the same for every piece size and on every run: ``x_0 + x_1 + ... + x_(W-1)`` by rank, in fp32 (fp64
 for fp64), scaled and rounded once at the end, exactly as :func:`fsdp_symm.wire.reduce.reduce_chunks` does on CPU ranks.
+An output in fp32 takes inputs in bf16 or fp16 too, and equals what inputs cast to fp32 would give: half the bytes.
 
 All of it is one replayed graph. Only the output's address changes from call to call, since it becomes the parameters'
 gradients; the kernels read it from a word that the stream writes first.
@@ -25,10 +26,22 @@ from fsdp_symm.plan import Lane
 from fsdp_symm.wire.device_sum import PieceSum
 from fsdp_symm.wire.replays import Replays
 
-# Bytes of one rank's piece: large enough to keep a copy engine busy, small enough to be summed out of the L2 cache and
-# for the first sum to start early. Chosen by measurement on ranks that share one H200.
-PIECE_BYTES = 4 << 20
 _BUFFERS = 2
+# A chunk is cut into a few pieces, so that the first sum starts early and only a short one is left at the end. Small
+# pieces cost more than they bring: beside the model's kernels every sum first waits for free SMs. Measured on H200s.
+_PIECES = 4
+_MIN_PIECE_BYTES = 4 << 20
+_BUFFER_BYTES = 32 << 20  # at most, of one staging buffer, which holds a piece of every peer
+PIECE_BYTES: int | None = None  # for benchmarks and tests: pieces of this size, whatever the rule says
+
+
+def piece_bytes(chunk_bytes: int, world_size: int) -> int:
+    """Bytes of one rank's piece, a multiple of 4 KiB but for the last."""
+    if PIECE_BYTES is not None:
+        return min(chunk_bytes, PIECE_BYTES)
+    wanted = max(_MIN_PIECE_BYTES, -(-chunk_bytes // _PIECES))
+    most = _BUFFER_BYTES // max(world_size - 1, 1)
+    return min(chunk_bytes, -(-min(wanted, most) // 4096) * 4096)
 
 
 @dataclass(frozen=True)
@@ -38,7 +51,7 @@ class _Job:
     Attributes:
         input: address of this rank's slot tensor ``[W * C]``.
         slot: where the slot lies in every rank's memory.
-        chunk_bytes, piece_bytes: of one rank.
+        chunk_bytes, piece_bytes: of one rank, as they travel.
         arithmetic: of the sum.
         aligned: whether the output starts on 16 bytes.
         buffers: addresses of the staging buffers; rows by rank without the own one.
@@ -77,16 +90,17 @@ class PullReduce:
     ) -> None:
         """Reduce into ``output [C]`` from every rank's slot ``[W * C]``, ordered by ``stream``."""
         lane, handle = lease.role, stream.cuda_stream
-        piece_bytes = min(output.nbytes, PIECE_BYTES)
-        buffers = self._buffers_for(piece_bytes)
+        chunk = input_.nbytes // len(self._peers)
+        piece = piece_bytes(chunk, len(self._peers))
+        buffers = self._buffers_for(piece)
         self._flags.number(lane, epoch, handle)
         self._output_word.set(0, output.data_ptr())
         self._segment.driver.mem_ops(self._output_word, handle)
         self._flags.signal("ready", lane, handle)
         self._flags.wait("ready", lane, epoch, handle)
-        arithmetic = PieceSum.of(op, output.dtype, self._segment.rank, len(self._peers))
+        arithmetic = PieceSum.of(op, input_.dtype, output.dtype, self._segment.rank, len(self._peers))
         aligned = output.data_ptr() % 16 == 0
-        job = _Job(input_.data_ptr(), lease.offset, output.nbytes, piece_bytes, arithmetic, aligned, buffers)
+        job = _Job(input_.data_ptr(), lease.offset, chunk, piece, arithmetic, aligned, buffers)
         self._replays.run((lane, job), lambda s: self._pull_and_sum(job, lane, s), stream)
 
     def _buffers_for(self, piece_bytes: int) -> tuple[int, ...]:

@@ -62,7 +62,8 @@ def reduce_chunks(output: torch.Tensor, chunks: Sequence[torch.Tensor], op: Any)
 
     Args:
         output: ``[C]``, ordinary memory.
-        chunks: W tensors ``[C]`` of the output's dtype.
+        chunks: W tensors ``[C]`` of the output's dtype, or of a narrower one: an fp32 sum of bf16 numbers is the sum of
+            the same numbers in fp32.
         op: a torch reduce op of :data:`SUPPORTED`.
     """
     dtype = accumulation_dtype(output.dtype)

@@ -6,15 +6,18 @@ graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from fsdp_symm.memory.cuda_driver import CudaDriver
+from fsdp_symm.memory.cuda_driver import Copies, CudaDriver, FlatCopy, PitchedCopy
 
 # Layers x slots x places of unsharded parameters; a graph takes some tens of KiB.
 _MAX_GRAPHS = 4096
 _MAX_SEEN = 1024
+# Copies of a graph that depend on nothing but its start run side by side: the engines of a GPU then hide the 5 to 7
+# microseconds that lie between one copy and the next. Measured over NVLink and on one GPU.
+BRANCHES = 4
 
 
 class Replays:
@@ -31,6 +34,7 @@ class Replays:
         self._graphs: dict[Hashable, int] = {}
         self._seen: dict[Hashable, None] = {}  # keys seen once, oldest first
         self.building = torch.cuda.Stream(device)
+        self._branches = [torch.cuda.Stream(device) for _ in range(BRANCHES - 1)]
 
     def knows(self, key: Hashable) -> bool:
         """Whether a call with this key was run before, as far as is remembered."""
@@ -57,6 +61,25 @@ class Replays:
             self._graphs[key] = graph
         self._driver.launch(graph, stream.cuda_stream)
 
+    def copy(self, copies: Sequence[Copies], stream: torch.cuda.Stream) -> None:
+        """Enqueue copies that may run in any order: in a batch, or side by side in a graph that is being built.
+
+        Args:
+            copies: see :func:`spread`.
+            stream: the one that :meth:`run` has given.
+        """
+        if stream is not self.building:
+            for part in copies:
+                self._driver.copy(part, stream.cuda_stream)
+            return
+        start = stream.record_event()
+        for part, branch in zip(copies, [stream, *self._branches], strict=False):
+            if branch is not stream:
+                branch.wait_event(start)
+            self._driver.copy(part, branch.cuda_stream, capturing=True)
+            if branch is not stream:
+                stream.wait_event(branch.record_event())
+
     def close(self) -> None:
         """Free all graphs, once none is running."""
         graphs = list(self._graphs.values())
@@ -65,3 +88,17 @@ class Replays:
             torch.cuda.synchronize(self._device)
             for graph in graphs:
                 self._driver.forget(graph)
+
+
+def spread(flat: Sequence[FlatCopy], pitched: Sequence[PitchedCopy], parts: int) -> list[Copies]:
+    """Copies in at most ``parts`` lists of about as many bytes; the largest first, each to the shortest list."""
+    lists: list[tuple[list[FlatCopy], list[PitchedCopy]]] = [([], []) for _ in range(parts)]
+    loads = [0] * parts
+    for nbytes, copy in sorted([(c[2], c) for c in flat] + [(c[2] * c[3], c) for c in pitched], key=lambda x: -x[0]):
+        shortest = loads.index(min(loads))
+        loads[shortest] += nbytes
+        if len(copy) == 3:
+            lists[shortest][0].append(copy)
+        else:
+            lists[shortest][1].append(copy)
+    return [Copies(*chosen) for chosen in lists if any(chosen)]

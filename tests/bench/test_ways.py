@@ -135,7 +135,7 @@ class _Pulling:
         self.engine = engine
         self.calls: list[tuple[str, int]] = []
 
-    def reduce_engine(self, output: torch.Tensor, op: object) -> str:
+    def reduce_engine(self, input_: torch.Tensor, op: object) -> str:
         return self.engine if self.reduce_scatter_way == "copy_engine" else "nccl"
 
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> None:

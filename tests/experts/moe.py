@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp_symm.experts import EpConfig, ExpertParallel, ep_finalize
 from fsdp_symm.experts.context import _shared
+from tests.models import DEVICE
 
 INNER = 8
 
@@ -80,14 +81,15 @@ def make_batch(case: Case, rank: int, step: int = 0) -> Batch:
     ids = ids.to(getattr(torch, case.idx_dtype))
     if case.strided:
         ids, weights, tokens = (t.t().contiguous().t() for t in (ids, weights, tokens))
-    return Batch(tokens, ids, weights, grad)
+    return Batch(*(t.to(DEVICE) for t in (tokens, ids, weights, grad)))
 
 
 def expert_weights(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """``[E, H, INNER]`` and ``[E, INNER, H]``."""
     random = torch.Generator().manual_seed(4242 + case.seed)
     first = torch.randn(case.num_experts, case.hidden, INNER, generator=random) / case.hidden**0.5
-    return first, torch.randn(case.num_experts, INNER, case.hidden, generator=random) / INNER**0.5
+    second = torch.randn(case.num_experts, INNER, case.hidden, generator=random) / INNER**0.5
+    return first.to(DEVICE), second.to(DEVICE)
 
 
 class LoopExperts(nn.Module):
@@ -106,7 +108,7 @@ class LoopExperts(nn.Module):
             if scale is not None:
                 inner = inner * scale.unsqueeze(1)
             answers.append(inner @ self.second[index])
-        tail = torch.full((rows.shape[0] - sum(sizes), rows.shape[1]), float("nan"))
+        tail = rows.new_full((rows.shape[0] - sum(sizes), rows.shape[1]), float("nan"), dtype=torch.float32)
         return torch.cat([*answers, tail]).to(rows.dtype)
 
 
@@ -128,7 +130,7 @@ def dense(case: Case, rank: int, num_ranks: int, step: int = 0) -> Result:
     for batch in batches:
         tokens = batch.tokens.float().requires_grad_()
         weights = batch.weights.clone().requires_grad_()
-        out = torch.zeros(tokens.shape)
+        out = torch.zeros(tokens.shape, device=DEVICE)
         for k in range(case.topk):
             ids = batch.ids[:, k].long()
             real = (ids >= 0).float().unsqueeze(1)
@@ -190,12 +192,12 @@ def assert_close(found: Result, expected: Result, case: Case) -> None:
 
 
 def poison() -> None:
-    """Uninitialised memory is NaN from now on, in slots too."""
+    """Uninitialised memory is NaN from now on, on CPU ranks in slots too."""
     torch.use_deterministic_algorithms(True)  # fills every empty tensor with NaN, and refuses what has no fixed order
     dist.barrier()  # a slower peer may still be reading these slots
     for context in _shared:
         arena = getattr(context.exchange, "arena", None)
-        if arena is not None:
+        if arena is not None and DEVICE == "cpu":
             arena.segment.data(arena.segment.rank, 0, arena.slot_nbytes).fill_(255)
 
 

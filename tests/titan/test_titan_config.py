@@ -15,6 +15,7 @@ from fsdp_symm.titan.sections import SECTIONS, help_text
 REPO = Path(__file__).parents[2]
 CONFIGS = sorted(path.name for path in (REPO / "configs").glob("*.toml"))
 DENSE = "configs/debug_dense_cpu.toml"
+REAL_SIZE = ("llama3_8b.toml", "moe_16b.toml")  # more about them in test_real_sizes.py
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +45,13 @@ def test_shipped_configs_load(name: str) -> None:
     assert values["fsdp_symm.enable"] is True
     assert values["trace.enable"] is True
     assert values["metrics.enable_tensorboard"] is True
-    assert values["training.steps"] == 20
+    real_size = name in REAL_SIZE
+    assert values["training.steps"] == (10 if real_size else 20)
+    assert values["trace.start_step"] < values["training.steps"], "a step after the traced one is as long as any"
+    assert values["metrics.log_freq"] == 1
+    assert values["checkpoint.enable"] is False
     assert values["lr_scheduler.decay_ratio"] is None, "any other makes torchtitan warn about short runs"
-    assert values["fsdp_symm.zero_cta"] is ("gpu" in name)
+    assert values["fsdp_symm.zero_cta"] is ("gpu" in name or real_size)
     assert values["parallelism.expert_parallel_degree"] == (2 if "moe" in name else 1)
     assert values["model.module"] == ("deepseek_v3" if "moe" in name else "llama3")
 
@@ -286,7 +291,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     (
         "[model]\nmodul = 'llama3'",
         [
-            "model.modul: unknown key; allowed: attention, config, module; nearest: model.module",
+            "model.modul: unknown key; allowed: attention, config, layers, module; nearest: model.module",
         ],
     ),
     (

@@ -45,7 +45,7 @@ class FakeStream:
 
     count = 0
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         FakeStream.count += 1
         self.cuda_stream = FakeStream.count
 
@@ -194,7 +194,8 @@ def install(monkeypatch: Any) -> None:
         def add() -> None:
             chunks = [compat.raw_tensor(rows + r * nbytes, nbytes, CPU) for r in range(self.world_size - 1)]
             chunks.insert(self.rank, compat.raw_tensor(own, nbytes, CPU))
-            output = compat.raw_tensor(int(word[0]) + start, nbytes, CPU).view(self.dtype)
+            wider = self.output.itemsize // self.dtype.itemsize
+            output = compat.raw_tensor(int(word[0]) + start * wider, nbytes * wider, CPU).view(self.output)
             reduce_chunks(output, [c.view(self.dtype) for c in chunks], torch.distributed.ReduceOp.SUM)
             output.mul_(self.scale)
 

@@ -27,19 +27,20 @@ from fsdp_symm.wire.device_sum import PieceSum
 from fsdp_symm.wire.reduce import reduce_chunks
 generator = torch.Generator().manual_seed(5)
 # Not bfloat16: the interpreter truncates where GPUs round.
-for dtype in (torch.float32, torch.float16, torch.float64):
+types = [(d, d) for d in (torch.float32, torch.float16, torch.float64)] + [(torch.float16, torch.float32)]
+for dtype, wide in types:
     for world_size in (2, 3, 4):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist._make_nccl_premul_sum(0.3)):
-            for numel, first in ((1, 0), (5000, 3)):
+            for numel, first in ((1, 0), (5000, 3), (70000, 0)):
                 rank = world_size // 2
                 chunks = torch.randn(world_size, numel, generator=generator, dtype=torch.float64).to(dtype)
-                expected = torch.empty(numel, dtype=dtype)
+                expected = torch.empty(numel, dtype=wide)
                 reduce_chunks(expected, list(chunks), op)
-                output = torch.full((first + numel + 2,), float("nan"), dtype=dtype)
+                output = torch.full((first + numel + 2,), float("nan"), dtype=wide)
                 rows = torch.stack([c for r, c in enumerate(chunks) if r != rank])
                 word = torch.tensor([output.data_ptr()])
                 width = dtype.itemsize
-                PieceSum.of(op, dtype, rank, world_size).launch(
+                PieceSum.of(op, dtype, wide, rank, world_size).launch(
                     word, chunks[rank].data_ptr(), rows.data_ptr(), first * width, numel * width, False
                 )
                 assert torch.equal(output[first : first + numel], expected), (dtype, world_size, op, numel)
@@ -103,7 +104,7 @@ def test_an_op_that_cannot_be_summed_is_refused() -> None:
     assert not summable(dist.ReduceOp.MAX, torch.float32)
     assert not summable(dist.ReduceOp.SUM, torch.int32)
     with pytest.raises(SymmMemError, match=r"MAX of torch\.float32(.|\n)*reduce_scatter='nccl'"):
-        PieceSum.of(dist.ReduceOp.MAX, torch.float32, 0, 2)
+        PieceSum.of(dist.ReduceOp.MAX, torch.float32, torch.float32, 0, 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
