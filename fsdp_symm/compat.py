@@ -113,6 +113,11 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)
 
 
+def is_capturing() -> bool:
+    """Whether the current stream of the current device is being captured into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
 # --- FSDP2 -------------------------------------------------------------------------------------------------
 
 

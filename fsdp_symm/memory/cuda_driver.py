@@ -1,7 +1,7 @@
 """The few calls of the CUDA driver that move bytes and flags without an SM, through ctypes.
 
 ``cuda.bindings`` offers them too, but turns Python lists into C arrays on every call; a training step calls these
-dozens of times with the same arrays, so the arrays are made once and kept.
+dozens of times with the same arrays, so the arrays are made once and kept. All of them can be captured.
 
 Signatures from cuda.h: ``cuMemcpyBatchAsync`` (12.8; from 13.0 on ``_v2`` without the failing index),
 ``cuMemcpyDtoDAsync_v2``, ``cuMemcpy2DAsync_v2``, ``cuStreamBatchMemOp_v2`` (12.0), and stream capture into graphs. A
@@ -22,7 +22,7 @@ from fsdp_symm.errors import SymmMemMemoryError, SymmMemUnavailableError, proble
 
 _WAIT_VALUE_32, _WRITE_VALUE_32, _WRITE_VALUE_64 = 1, 2, 5  # CUstreamBatchMemOpType
 _CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: other threads go on as they like
-_WAIT_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32_t)(*address - value) >= 0, so also across the wrap at 2**32
+_WAIT_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _MEMORYTYPE_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _ORDER_STREAM, _OVERLAP_WITH_COMPUTE = 1, 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_FLAG_PREFER_OVERLAP_...
 
@@ -72,30 +72,35 @@ class _Copy2D(ctypes.Structure):  # CUDA_MEMCPY2D
 
 
 class MemOps:
-    """Waits and writes of words for one call of ``cuStreamBatchMemOp``; only the values change between calls.
+    """Waits and writes of words for one call of ``cuStreamBatchMemOp``, in this order.
 
     Args:
-        waits: addresses of 32-bit words to wait at until the word has reached the number.
-        writes: addresses of 32-bit words to write the number to, after the waits.
-        pointer: address of a 64-bit word to write a pointer to.
+        waits: (address of a 32-bit word, number to wait for: the word is at least that).
+        writes: (address of a 32-bit word, number to write).
+        pointer: address of a 64-bit word that :meth:`set_pointer` gives a value.
     """
 
-    def __init__(self, *, waits: Sequence[int] = (), writes: Sequence[int] = (), pointer: int | None = None) -> None:
-        pointers = [] if pointer is None else [pointer]
+    def __init__(
+        self,
+        *,
+        waits: Sequence[tuple[int, int]] = (),
+        writes: Sequence[tuple[int, int]] = (),
+        pointer: int | None = None,
+    ) -> None:
+        pointers = [] if pointer is None else [(pointer, 0)]
         kinds = [_WAIT_VALUE_32] * len(waits) + [_WRITE_VALUE_32] * len(writes) + [_WRITE_VALUE_64] * len(pointers)
+        words = [*waits, *writes, *pointers]
         self._ops = np.zeros(len(kinds), _MEM_OP)
         self._ops["operation"] = kinds
-        self._ops["address"] = np.array([*waits, *writes, *pointers], np.uint64)
+        self._ops["address"] = np.array([address for address, _ in words], np.uint64)
+        self._ops["value"] = np.array([number for _, number in words], np.uint64)
         self._ops["flags"] = _WAIT_GEQ
-        self._numbers = self._ops["value"][: len(waits) + len(writes)]
-        self._pointer = self._ops["value"][len(waits) + len(writes) :]
         self.count = len(self._ops)
         self.address = ctypes.c_void_p(self._ops.ctypes.data)
 
-    def set(self, number: int, pointer: int = 0) -> None:
-        """The number of all 32-bit words, and the pointer."""
-        self._numbers[:] = number & 0xFFFFFFFF
-        self._pointer[:] = pointer
+    def set_pointer(self, pointer: int) -> None:
+        """The value of the 64-bit word, which is the last operation."""
+        self._ops["value"][-1] = pointer
 
 
 FlatCopy = tuple[int, int, int]

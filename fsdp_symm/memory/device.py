@@ -4,6 +4,9 @@ A segment is one allocation: the slots, then a control block of flags (:mod:`fsd
 reused without a host's help: a slot's next use is ordered after its last one on the local streams, and after the
 peers' reads by their ``done`` flags where our own wire moved the bytes. NCCL's collectives need no flags, since they
 synchronise the ranks before and after they touch a window.
+
+While a CUDA graph is captured, no events tie the capture to what ran before it: flags alone order the ranks, and
+replays are ordered by the stream they are launched on, as for any other memory that a graph uses.
 """
 
 from __future__ import annotations
@@ -24,8 +27,7 @@ from fsdp_symm.errors import SymmMemMemoryError, SymmMemPeerError
 from fsdp_symm.memory.cuda_driver import CudaDriver, cuda_driver
 from fsdp_symm.memory.host import HostSegment
 from fsdp_symm.memory.segment import SlotUse
-from fsdp_symm.memory.stream_flags import StreamFlags, control_nbytes
-from fsdp_symm.plan import Lane
+from fsdp_symm.memory.stream_flags import StreamFlags, control_nbytes, first_words
 from fsdp_symm.rendezvous import exchange
 
 _ALIGNMENT_BYTES = 4096
@@ -42,13 +44,13 @@ class _LastUse:
         stream: where the use began.
         after: the end of the collective, where it is known.
         event: made once, recorded again by every use of NCCL's.
-        pulled: lane and epoch, where peers read the slot by our own wire.
+        pulled: whether peers read the slot by our own wire.
     """
 
     stream: torch.cuda.Stream
     after: torch.cuda.Event | None = None
     event: torch.cuda.Event | None = None
-    pulled: tuple[Lane, int] | None = None
+    pulled: bool = False
 
 
 class DeviceSegment(abc.ABC):
@@ -83,7 +85,7 @@ class DeviceSegment(abc.ABC):
         self._group = group
         self._control_at = -(-data_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._data_bytes = data_bytes
-        self.nbytes = self._control_at + control_nbytes(len(self.ranks))
+        self.nbytes = self._control_at + control_nbytes(len(self.ranks), num_slots)
         self._uses: dict[int, _LastUse] = {}
         self._alive: dict[int, Callable[[], object | None]] = {}  # by offset: does a tensor still lie there?
         self._closed = False
@@ -93,14 +95,14 @@ class DeviceSegment(abc.ABC):
         with torch.cuda.device(device):
             self._pointer, self.peers = self._open()
             control = compat.raw_tensor(self._pointer + self._control_at, self.nbytes - self._control_at, device)
-            control.zero_()
+            control.copy_(first_words(len(self.ranks), num_slots).view(torch.uint8))
             torch.cuda.synchronize(device)
-        self._tell(None)  # every rank's flags are zero before any peer writes one
+        self._tell(None)  # every rank's flags are set before any peer writes one
         self.flags: StreamFlags | None = None
         if self.peers is not None:
-            self.flags = StreamFlags(self.driver, [p + self._control_at for p in self.peers], self.rank)
+            self.flags = StreamFlags(self.driver, [p + self._control_at for p in self.peers], self.rank, num_slots)
         self.notices = self._notice_board(num_slots)
-        self._mirror = torch.empty(control_nbytes(len(self.ranks)) // 4, dtype=torch.int32, pin_memory=True)
+        self._mirror = torch.empty(control_nbytes(len(self.ranks), num_slots) // 4, dtype=torch.int32, pin_memory=True)
         self._mirror_stream = torch.cuda.Stream(device, priority=_WATCHDOG_PRIORITY)
 
     # --- what subclasses do ---
@@ -170,22 +172,26 @@ class DeviceSegment(abc.ABC):
         """Note the stream on which a slot's next use begins."""
         use = self._uses.get(index)
         stream = compat.current_stream(self.device)
+        if (use is None or not use.pulled) and self.flags is not None and compat.is_capturing():
+            # In the replays the slot's last use is that of the replay before.
+            self.flags.await_readers(index, stream.cuda_stream)
         if use is None:
             self._uses[index] = _LastUse(stream, event=torch.cuda.Event())
         else:
-            use.stream, use.after, use.pulled = stream, None, None
+            use.stream, use.after, use.pulled = stream, None, False
 
     def used(self, index: int) -> None:
         """Note the end of one of NCCL's collectives on the current stream."""
         use = self._uses[index]
-        if use.event is not None:
+        if use.event is not None and not compat.is_capturing():
             use.event.record(compat.current_stream(self.device))
             use.after = use.event
 
-    def pulled(self, index: int, lane: Lane, epoch: int, after: torch.cuda.Event) -> None:
-        """Note that peers read the slot in call ``epoch`` of our own wire, whose local part ends with ``after``."""
+    def pulled(self, index: int, after: torch.cuda.Event | None) -> None:
+        """Note that peers read the slot by our own wire, and the event that ends the local part of the call, which has
+        none while a graph is captured."""
         use = self._uses[index]
-        use.after, use.pulled = after, (lane, epoch)
+        use.after, use.pulled = after, True
 
     def before_reuse(self, last: SlotUse, call: str) -> None:
         """Order the current stream after the slot's last use.
@@ -199,11 +205,13 @@ class DeviceSegment(abc.ABC):
         if use is None:
             return
         current = compat.current_stream(self.device)
-        if use.after is not None:
+        capturing = compat.is_capturing()
+        if use.after is not None and not capturing:
             current.wait_event(use.after)
-        if use.pulled is not None and self.flags is not None:
-            self.flags.wait("done", *use.pulled, current.cuda_stream)
-        if current != use.stream and not (use.pulled and last.role == "unshard"):  # shards have no later readers
+        if use.pulled and self.flags is not None:
+            self.flags.await_readers(last.index, current.cuda_stream)
+        shards = use.pulled and last.role == "unshard"  # they have no later readers
+        if current != use.stream and not shards and not capturing:
             current.wait_stream(use.stream)
             current.wait_stream(torch.cuda.default_stream(self.device))
 
@@ -252,7 +260,5 @@ class DeviceSegment(abc.ABC):
         finally:
             if healthy:
                 with torch.cuda.device(self.device):
-                    if self.flags is not None:
-                        self.flags.close()
                     self._release(any(alive() is not None for alive in self._alive.values()))
             self._failure = self._failure or "it was closed"

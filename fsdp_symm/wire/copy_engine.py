@@ -1,20 +1,20 @@
 """Our own wire between GPUs: peers' bytes are pulled by copy engines, and ranks wait for each other by stream flags.
 
-Protocol of call ``e`` of a lane, all on one stream of each rank and without its host:
+Protocol of a call, all on one stream of each rank and without its host:
 
-1. this rank's slot holds its data; the number ``e`` goes to every peer's *ready* word, by four-byte copies;
-2. the stream waits until every peer's number has reached ``e`` here, then pulls all blocks, as one replayed graph;
-3. the number goes to every peer's *done* word: they may use the slot again (:meth:`DeviceSegment.before_reuse`).
+1. this rank's slot holds its data, written after all peers had read what it held before; every peer's *ready* word is
+   set, by four-byte copies;
+2. the stream waits until every peer has set its word here, takes the words back, and pulls all blocks;
+3. every peer's *done* word is set: it may use its slot again (:meth:`DeviceSegment.before_reuse`).
 
-Numbers of a lane must reach the peers in order, so a call on another stream than the last one waits for that one. All
-ranks issue the same calls in the same order, so the earliest call that has not ended can always go on: what it waits
-for was enqueued, on every rank, before anything that waits for it.
+A call that comes again is one replayed graph, waits included. Inside a CUDA graph of the user's it becomes part of
+that one. All ranks issue the same calls in the same order, so the earliest call that has not ended can always go on:
+what it waits for was enqueued, on every rank, before anything that waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,19 +25,10 @@ from fsdp_symm.memory.arena import Lease
 from fsdp_symm.memory.cuda_driver import FlatCopy, PitchedCopy
 from fsdp_symm.memory.device import DeviceSegment
 from fsdp_symm.memory.stream_flags import StreamFlags
-from fsdp_symm.plan import LANES, Lane
 from fsdp_symm.wire.pull_reduce import PullReduce
 from fsdp_symm.wire.pulls import Block, PullPlan
-from fsdp_symm.wire.replays import BRANCHES, Replays, spread
+from fsdp_symm.wire.replays import BRANCHES, Enqueueing, Replays, spread
 from fsdp_symm.wire.watchdog import Pending, watch
-
-
-@dataclass(frozen=True)
-class _LastCall:
-    """The last call of a lane: its stream's handle, and its end."""
-
-    stream: int = -1
-    event: torch.cuda.Event | None = None
 
 
 class CopyEngineWire:
@@ -64,7 +55,6 @@ class CopyEngineWire:
         self._segment = segment
         self._flags: StreamFlags = segment.flags
         self._peers = segment.peers
-        self._lanes = {lane: _LastCall() for lane in LANES}
         self._replays = Replays(segment.driver, segment.device)
         self._side = torch.cuda.Stream(segment.device)  # for calls on the legacy default stream, which takes no batch
         self._reduce = PullReduce(segment, self._flags, self._peers, self._replays)
@@ -95,42 +85,37 @@ class CopyEngineWire:
             SymmMemPeerError: the arena has failed.
         """
         places = [(t.data_ptr(), t.nbytes) for t in targets]
-        key = (plan.number, lease.role, lease.offset, *places)
+        key = (plan.number, lease.index, lease.offset, *places)
         if not self._replays.knows(key):  # before any peer hears of the call
             plan.check_targets([nbytes for _, nbytes in places], what)
-        stream = self._enter(lease.role)
-        handle = stream.cuda_stream
-        self._flags.number(lease.role, epoch, handle)
-        self._flags.signal("ready", lease.role, handle)
-        self._flags.wait("ready", lease.role, epoch, handle)
-        self._replays.run(key, lambda s: self._fetch(plan, lease, places, s), stream)
+        stream = self._enter()
+        self._replays.run(key, lambda s: self._exchange(plan, lease, places, s), stream)
         self._leave(stream, lease, epoch, what)
         return None
 
-    def _enter(self, lane: Lane) -> torch.cuda.Stream:
-        """The stream of a call, after the lane's last one: the current stream, or one forked from it where that is the
-        legacy default stream, which takes no graphs."""
+    def _enter(self) -> torch.cuda.Stream:
+        """The stream of a call: the current one, or one forked from it where that is the legacy default stream, which
+        takes no graphs."""
         stream = compat.current_stream(self._segment.device)
         if stream.cuda_stream == 0:
             self._side.wait_stream(stream)
             stream = self._side
-        last = self._lanes[lane]
-        if last.event is not None and last.stream != stream.cuda_stream:
-            stream.wait_event(last.event)
         return stream
 
     def _leave(self, stream: torch.cuda.Stream, lease: Lease, epoch: int, what: str) -> None:
         """Note the end of a call, and order the current stream after it."""
+        if compat.is_capturing():
+            self._segment.pulled(lease.index, None)
+            return
         event = torch.cuda.Event()
         event.record(stream)
-        self._lanes[lease.role] = _LastCall(stream.cuda_stream, event)
-        self._segment.pulled(lease.index, lease.role, epoch, event)
-        watch(Pending(self._segment, lease.role, epoch, what, event))
+        self._segment.pulled(lease.index, event)
+        watch(Pending(self._segment, lease.index, epoch, what, event))
         if stream is self._side:
             compat.current_stream(self._segment.device).wait_event(event)
 
-    def _fetch(self, plan: PullPlan, lease: Lease, places: list[tuple[int, int]], stream: torch.cuda.Stream) -> None:
-        """Copy all blocks to ``places`` (address and bytes of each target), then tell the peers."""
+    def _exchange(self, plan: PullPlan, lease: Lease, places: list[tuple[int, int]], stream: Enqueueing) -> None:
+        """The protocol, with all blocks copied to ``places`` (address and bytes of each target)."""
         flat: list[FlatCopy] = []
         pitched: list[PitchedCopy] = []
         for block in plan.blocks:
@@ -140,9 +125,10 @@ class CopyEngineWire:
                 flat.append((target, source, block.nbytes))
             else:
                 pitched.append((target, source, block.nbytes, block.rows, block.pitch, block.nbytes))
-        capturing = stream is self._replays.building
-        self._replays.copy(spread(flat, pitched, BRANCHES if capturing else 1), stream)
-        self._flags.signal("done", lease.role, stream.cuda_stream, replay=not capturing)
+        self._flags.publish(lease.index, stream.handle, capturing=stream.capturing)
+        self._flags.await_data(lease.index, stream.handle)
+        self._replays.copy(spread(flat, pitched, BRANCHES if stream.capturing else 1), stream)
+        self._flags.finish(lease.index, stream.handle, capturing=stream.capturing)
 
     # --- FSDP2's collectives ---
 
@@ -175,8 +161,8 @@ class CopyEngineWire:
         async_op: bool,
     ) -> dist.Work | None:
         """Reduce every rank's chunk of this rank from ``input_ [W * C]``, the slot's tensor, into ``output [C]``."""
-        stream = self._enter(lease.role)
-        self._reduce.run(output, input_, op, lease, epoch, stream)
+        stream = self._enter()
+        self._reduce.run(output, input_, op, lease, stream)
         self._leave(stream, lease, epoch, f"reduce_scatter of {module!r}, {lease.nbytes} bytes")
         return None
 

@@ -22,9 +22,8 @@ from fsdp_symm.memory.arena import Lease
 from fsdp_symm.memory.cuda_driver import Copies, MemOps
 from fsdp_symm.memory.device import DeviceSegment
 from fsdp_symm.memory.stream_flags import StreamFlags
-from fsdp_symm.plan import Lane
 from fsdp_symm.wire.device_sum import PieceSum
-from fsdp_symm.wire.replays import Replays
+from fsdp_symm.wire.replays import Enqueueing, Replays
 
 _BUFFERS = 2
 # A chunk is cut into a few pieces, so that the first sum starts early and only a short one is left at the end. Small
@@ -50,7 +49,7 @@ class _Job:
 
     Attributes:
         input: address of this rank's slot tensor ``[W * C]``.
-        slot: where the slot lies in every rank's memory.
+        slot, offset: the slot's number, and where it lies in every rank's memory.
         chunk_bytes, piece_bytes: of one rank, as they travel.
         arithmetic: of the sum.
         aligned: whether the output starts on 16 bytes.
@@ -59,6 +58,7 @@ class _Job:
 
     input: int
     slot: int
+    offset: int
     chunk_bytes: int
     piece_bytes: int
     arithmetic: PieceSum
@@ -80,28 +80,18 @@ class PullReduce:
         self._staging: list[torch.Tensor] = []
 
     def run(
-        self,
-        output: torch.Tensor,
-        input_: torch.Tensor,
-        op: object,
-        lease: Lease,
-        epoch: int,
-        stream: torch.cuda.Stream,
+        self, output: torch.Tensor, input_: torch.Tensor, op: object, lease: Lease, stream: torch.cuda.Stream
     ) -> None:
         """Reduce into ``output [C]`` from every rank's slot ``[W * C]``, ordered by ``stream``."""
-        lane, handle = lease.role, stream.cuda_stream
         chunk = input_.nbytes // len(self._peers)
         piece = piece_bytes(chunk, len(self._peers))
         buffers = self._buffers_for(piece)
-        self._flags.number(lane, epoch, handle)
-        self._output_word.set(0, output.data_ptr())
-        self._segment.driver.mem_ops(self._output_word, handle)
-        self._flags.signal("ready", lane, handle)
-        self._flags.wait("ready", lane, epoch, handle)
+        self._output_word.set_pointer(output.data_ptr())
+        self._segment.driver.mem_ops(self._output_word, stream.cuda_stream)
         arithmetic = PieceSum.of(op, input_.dtype, output.dtype, self._segment.rank, len(self._peers))
         aligned = output.data_ptr() % 16 == 0
-        job = _Job(input_.data_ptr(), lease.offset, chunk, piece, arithmetic, aligned, buffers)
-        self._replays.run((lane, job), lambda s: self._pull_and_sum(job, lane, s), stream)
+        job = _Job(input_.data_ptr(), lease.index, lease.offset, chunk, piece, arithmetic, aligned, buffers)
+        self._replays.run(job, lambda where: self._pull_and_sum(job, where), stream)
 
     def _buffers_for(self, piece_bytes: int) -> tuple[int, ...]:
         """Addresses of staging buffers ``[W - 1, piece_bytes]``: those there are, unless a piece is larger."""
@@ -114,9 +104,12 @@ class PullReduce:
             ]
         return tuple(buffer.data_ptr() for buffer in self._staging)
 
-    def _pull_and_sum(self, job: _Job, lane: Lane, stream: torch.cuda.Stream) -> None:
-        """Enqueue all pieces on ``stream`` and on the pulls' stream, forked from it and joined again."""
-        capturing, pulls = stream is self._replays.building, self._pulls
+    def _pull_and_sum(self, job: _Job, where: Enqueueing) -> None:
+        """The protocol (:mod:`fsdp_symm.wire.copy_engine`), with all pieces pulled on a stream forked off and joined
+        again, and summed on the call's."""
+        stream, pulls = where.stream, self._pulls
+        self._flags.publish(job.slot, where.handle, capturing=where.capturing)
+        self._flags.await_data(job.slot, where.handle)
         pulls.wait_event(stream.record_event())
         own = job.input + self._segment.rank * job.chunk_bytes
         summed: list[Any] = []
@@ -125,21 +118,21 @@ class PullReduce:
             rows = job.buffers[index % _BUFFERS]
             if index >= _BUFFERS:
                 pulls.wait_event(summed[index - _BUFFERS])
-            copies = self._piece_copies(rows, start, nbytes, job.slot, job.chunk_bytes)
-            self._segment.driver.copy(copies, pulls.cuda_stream, capturing=capturing)
+            copies = self._piece_copies(rows, start, nbytes, job.offset, job.chunk_bytes)
+            self._segment.driver.copy(copies, pulls.cuda_stream, capturing=where.capturing)
             stream.wait_event(pulls.record_event())
             with torch.cuda.stream(stream):
                 job.arithmetic.launch(self._output, own + start, rows, start, nbytes, job.aligned)
             summed.append(stream.record_event())
-        self._flags.signal("done", lane, pulls.cuda_stream, replay=not capturing)
+        self._flags.finish(job.slot, pulls.cuda_stream, capturing=where.capturing)
         stream.wait_event(pulls.record_event())
 
-    def _piece_copies(self, rows: int, start: int, nbytes: int, slot: int, chunk_bytes: int) -> Copies:
+    def _piece_copies(self, rows: int, start: int, nbytes: int, offset: int, chunk_bytes: int) -> Copies:
         """One piece from every peer, peers in rotated order; row r is the r-th rank's but for our own."""
         rank, world_size = self._segment.rank, len(self._peers)
         flat = []
         for step in range(1, world_size):
             peer = (rank + step) % world_size
             row = peer - (peer > rank)
-            flat.append((rows + row * nbytes, self._peers[peer] + slot + rank * chunk_bytes + start, nbytes))
+            flat.append((rows + row * nbytes, self._peers[peer] + offset + rank * chunk_bytes + start, nbytes))
         return Copies(flat)

@@ -1,15 +1,17 @@
 """Calls that come again are captured once as a graph and replayed: a graph of any size costs the host 3 microseconds.
 
 A call is captured when it is seen for the second time, so that calls with addresses that never come back cost no
-graph.
+graph. While the user captures a graph of their own, calls are enqueued into that one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 
+from fsdp_symm import compat
 from fsdp_symm.memory.cuda_driver import Copies, CudaDriver, FlatCopy, PitchedCopy
 
 # Layers x slots x places of unsharded parameters; a graph takes some tens of KiB.
@@ -18,6 +20,19 @@ _MAX_SEEN = 1024
 # Copies of a graph that depend on nothing but its start run side by side: the engines of a GPU then hide the 5 to 7
 # microseconds that lie between one copy and the next. Measured over NVLink and on one GPU.
 BRANCHES = 4
+
+
+class Enqueueing(NamedTuple):
+    """Where a call's work goes.
+
+    Attributes:
+        stream: and its handle.
+        capturing: whether the stream is being captured, which takes no batches of copies.
+    """
+
+    stream: torch.cuda.Stream
+    handle: int
+    capturing: bool
 
 
 class Replays:
@@ -33,52 +48,56 @@ class Replays:
         self._device = device
         self._graphs: dict[Hashable, int] = {}
         self._seen: dict[Hashable, None] = {}  # keys seen once, oldest first
-        self.building = torch.cuda.Stream(device)
+        self._building = torch.cuda.Stream(device)
         self._branches = [torch.cuda.Stream(device) for _ in range(BRANCHES - 1)]
 
     def knows(self, key: Hashable) -> bool:
         """Whether a call with this key was run before, as far as is remembered."""
         return key in self._graphs or key in self._seen
 
-    def run(self, key: Hashable, enqueue: Callable[[torch.cuda.Stream], None], stream: torch.cuda.Stream) -> None:
+    def run(self, key: Hashable, enqueue: Callable[[Enqueueing], None], stream: torch.cuda.Stream) -> None:
         """Enqueue a call on ``stream``.
 
         Args:
             key: equal exactly for calls that enqueue the same work on the same addresses.
             enqueue: puts the work on the stream it is given, and on streams forked from it and joined again.
         """
+        if compat.is_capturing():
+            enqueue(Enqueueing(stream, stream.cuda_stream, True))
+            return
         graph = self._graphs.get(key)
         if graph is None and key not in self._seen:
             self._seen[key] = None
             if len(self._seen) > _MAX_SEEN:
                 del self._seen[next(iter(self._seen))]
-            enqueue(stream)
+            enqueue(Enqueueing(stream, stream.cuda_stream, False))
             return
         if graph is None:
             if len(self._graphs) >= _MAX_GRAPHS:
                 self.close()
-            graph = self._driver.capture(self.building.cuda_stream, lambda: enqueue(self.building))
+            building = Enqueueing(self._building, self._building.cuda_stream, True)
+            graph = self._driver.capture(building.handle, lambda: enqueue(building))
             self._graphs[key] = graph
         self._driver.launch(graph, stream.cuda_stream)
 
-    def copy(self, copies: Sequence[Copies], stream: torch.cuda.Stream) -> None:
+    def copy(self, copies: Sequence[Copies], where: Enqueueing) -> None:
         """Enqueue copies that may run in any order: in a batch, or side by side in a graph that is being built.
 
         Args:
             copies: see :func:`spread`.
-            stream: the one that :meth:`run` has given.
+            where: what :meth:`run` has given.
         """
-        if stream is not self.building:
+        if not where.capturing:
             for part in copies:
-                self._driver.copy(part, stream.cuda_stream)
+                self._driver.copy(part, where.handle)
             return
-        start = stream.record_event()
-        for part, branch in zip(copies, [stream, *self._branches], strict=False):
-            if branch is not stream:
+        start = where.stream.record_event()
+        for part, branch in zip(copies, [where.stream, *self._branches], strict=False):
+            if branch is not where.stream:
                 branch.wait_event(start)
             self._driver.copy(part, branch.cuda_stream, capturing=True)
-            if branch is not stream:
-                stream.wait_event(branch.record_event())
+            if branch is not where.stream:
+                where.stream.wait_event(branch.record_event())
 
     def close(self) -> None:
         """Free all graphs, once none is running."""

@@ -21,8 +21,7 @@ import torch
 
 from fsdp_symm.errors import problem
 from fsdp_symm.memory.device import DeviceSegment
-from fsdp_symm.memory.stream_flags import KINDS
-from fsdp_symm.plan import Lane
+from fsdp_symm.memory.stream_flags import STARTED
 
 _POLL_S = 0.2
 _DEAD_AFTER_S = 2.0  # a peer that has ended may have finished its part: only a call that stays stuck accuses it
@@ -33,14 +32,14 @@ class Pending:
     """A call that was enqueued.
 
     Attributes:
-        segment: whose flags it waits for.
-        lane, epoch, what: the call.
+        segment, slot: whose flags it waits for.
+        epoch, what: the call.
         event: its end on this rank's stream.
         since: ``time.monotonic()`` of its enqueueing, or of the end of the call before it, whichever is later.
     """
 
     segment: DeviceSegment
-    lane: Lane
+    slot: int
     epoch: int
     what: str
     event: torch.cuda.Event
@@ -126,19 +125,15 @@ def _late(call: Pending) -> str:
     words = segment.read_flags(patience_s=5.0)
     if words is None or flags is None:
         return "some ranks, which the GPU does not tell, have not come,"
-    texts = []
-    verbs = {"ready": "have not published their data", "done": "have not read this rank's data"}
-    for kind in KINDS:
-        epoch = call.epoch if kind == "ready" else call.epoch - 1
-        late = [
-            segment.ranks[peer]
-            for peer in range(len(segment.ranks))
-            if peer != segment.rank
-            and (int(words[flags.index(kind, call.lane, peer)]) - epoch) & 0xFFFFFFFF >= 0x80000000
-        ]
-        if late:
-            texts.append(f"ranks {late} {verbs[kind]}")
-    return " and ".join(texts) or "this rank's GPU is busy with something else;"
+    # A call first waits until its slot's last data was read; from there on for the data of its peers.
+    started = int(words[flags.stage_index(call.slot)]) == STARTED
+    kind, verb = ("ready", "have not published their data") if started else ("done", "have not read this rank's data")
+    late = [
+        segment.ranks[peer]
+        for peer in range(len(segment.ranks))
+        if peer != segment.rank and int(words[flags.index(kind, call.slot, peer)]) == 0
+    ]
+    return f"ranks {late} {verb}" if late else "this rank's GPU is busy with something else;"
 
 
 def _end(call: Pending, text: str) -> None:

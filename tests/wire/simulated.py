@@ -16,11 +16,10 @@ import numpy as np
 import torch
 
 from fsdp_symm import compat
-from fsdp_symm.memory import stream_flags
 from fsdp_symm.memory.arena import Lease
 from fsdp_symm.memory.cuda_driver import Copies, MemOps
 from fsdp_symm.memory.device import DeviceSegment, _LastUse
-from fsdp_symm.memory.stream_flags import StreamFlags, control_nbytes
+from fsdp_symm.memory.stream_flags import StreamFlags, control_nbytes, first_words
 from fsdp_symm.plan import Lane
 from fsdp_symm.wire import copy_engine
 from fsdp_symm.wire.device_sum import PieceSum
@@ -28,6 +27,7 @@ from fsdp_symm.wire.reduce import reduce_chunks
 
 CPU = torch.device("cpu")
 WAIT_S = 20.0
+NUM_SLOTS = 2
 
 
 class FakeEvent:
@@ -66,6 +66,7 @@ class SimulatedDriver:
         self._recording: list[Callable[[], None]] | None = None
         self._graphs: dict[int, list[Callable[[], None]]] = {}
         self.launches = 0
+        self.user_captures = False  # into a graph of the program's own
         self.living: list[int] = []
 
     def do(self, work: Callable[[], None]) -> None:
@@ -77,21 +78,19 @@ class SimulatedDriver:
 
     def mem_ops(self, ops: MemOps, stream: int) -> None:
         rows = np.frombuffer(ctypes.string_at(ops.address.value or 0, 48 * ops.count), np.uint8).reshape(-1, 48)
-        assert self._recording is None, "numbers change from call to call"
         for row in rows:
             kind = int(row[:4].view(np.uint32)[0])
             address, value = (int(row[at : at + 8].view(np.uint64)[0]) for at in (8, 16))
             if kind == 1:
-                self._wait(address, value)
-            elif kind == 2:
-                ctypes.c_uint32.from_address(address).value = value
+                self.do(lambda a=address, v=value: self._wait(a, v))  # type: ignore[misc]
             else:
-                ctypes.c_uint64.from_address(address).value = value
+                word = ctypes.c_uint32 if kind == 2 else ctypes.c_uint64
+                self.do(lambda a=address, v=value, w=word: setattr(w.from_address(a), "value", v))  # type: ignore[misc]
 
     def _wait(self, address: int, value: int) -> None:
         deadline = time.monotonic() + WAIT_S
         word = ctypes.c_uint32.from_address(address)
-        while (word.value - value) & 0xFFFFFFFF >= 0x80000000:
+        while word.value < value:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"word {address:#x} is {word.value}, not {value}")
             time.sleep(0)
@@ -105,7 +104,16 @@ class SimulatedDriver:
                 target, source = block.target + row * block.target_pitch, block.source + row * block.source_pitch
                 self.do(lambda t=target, s=source, n=block.width: ctypes.memmove(t, s, n))  # type: ignore[misc]
 
+    def user_capture(self, program: Callable[[], None]) -> int:
+        """What ``torch.cuda.graph`` does."""
+        self.user_captures = True
+        try:
+            return self.capture(0, program)
+        finally:
+            self.user_captures = False
+
     def capture(self, stream: int, enqueue: Callable[[], None]) -> int:
+        assert self._recording is None, "a capture inside a capture"
         self._recording = []
         try:
             enqueue()
@@ -140,7 +148,7 @@ class SimulatedSegment(DeviceSegment):
         self._pointer, self._data_bytes = self.peers[rank], data_bytes
         self._uses: dict[int, _LastUse] = {}
         self._alive = {}
-        self.flags = StreamFlags(self.driver, [p + data_bytes for p in self.peers], rank)
+        self.flags = StreamFlags(self.driver, [p + data_bytes for p in self.peers], rank, NUM_SLOTS)
         self.notices = None
 
     def _open(self) -> tuple[int, tuple[int, ...] | None]:
@@ -172,11 +180,11 @@ class Rank:
 
 
 def memories(world_size: int, data_bytes: int) -> list[torch.Tensor]:
-    """Every rank's slots and control block; slots poisoned, flags zero."""
+    """Every rank's slots and control block; slots poisoned, flags as they are at first."""
     made = []
     for _ in range(world_size):
-        memory = torch.full((data_bytes + control_nbytes(world_size),), 0xFF, dtype=torch.uint8)
-        memory[data_bytes:] = 0
+        memory = torch.full((data_bytes + control_nbytes(world_size, NUM_SLOTS),), 0xFF, dtype=torch.uint8)
+        memory[data_bytes:] = first_words(world_size, NUM_SLOTS).view(torch.uint8)
         made.append(memory)
     return made
 
@@ -209,10 +217,15 @@ def install(monkeypatch: Any) -> None:
     monkeypatch.setattr(compat, "current_stream", current)
     monkeypatch.setattr(PieceSum, "launch", launch)
     monkeypatch.setattr(copy_engine, "watch", lambda call: None)
-    monkeypatch.setattr(stream_flags.torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(compat, "is_capturing", _user_captures)
 
 
 drivers: dict[int, SimulatedDriver] = {}  # by thread, for kernels, which know no driver
+
+
+def _user_captures() -> bool:
+    driver = drivers.get(threading.get_ident())
+    return driver is not None and driver.user_captures
 
 
 class _nothing:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,7 @@ import torch
 
 from fsdp_symm.errors import SymmMemUnavailableError
 from fsdp_symm.memory.cuda_driver import Copies, MemOps, cuda_driver
-from fsdp_symm.memory.stream_flags import StreamFlags, control_nbytes
-from fsdp_symm.plan import LANES
+from fsdp_symm.memory.stream_flags import StreamFlags, control_nbytes, first_words
 
 pytest.importorskip("triton")
 
@@ -121,13 +121,13 @@ def _ops(ops: MemOps) -> np.ndarray:
 
 
 def test_memory_operations_lie_as_the_driver_reads_them() -> None:
-    ops = MemOps(waits=[0x1122334455667788], writes=[0x10], pointer=0x20)
-    ops.set(2**32 + 7, pointer=0xAABBCCDDEEFF0011)
+    ops = MemOps(waits=[(0x1122334455667788, 7)], writes=[(0x10, 9)], pointer=0x20)
+    ops.set_pointer(0xAABBCCDDEEFF0011)
     wait, write, pointer = _ops(ops)
     assert [int(row[:4].view(np.uint32)[0]) for row in (wait, write, pointer)] == [1, 2, 5]
     assert int(wait[8:16].view(np.uint64)[0]) == 0x1122334455667788
-    assert int(wait[16:24].view(np.uint64)[0]) == 7, "numbers wrap at 2**32"
-    assert int(write[16:24].view(np.uint64)[0]) == 7
+    assert int(wait[16:24].view(np.uint64)[0]) == 7
+    assert int(write[16:24].view(np.uint64)[0]) == 9
     assert int(pointer[16:24].view(np.uint64)[0]) == 0xAABBCCDDEEFF0011
     assert not wait[24:].any(), "flag 0 waits for 'at least'"
 
@@ -143,7 +143,7 @@ class FakeDriver:
         for row in _ops(ops):
             kind, address = int(row[:4].view(np.uint32)[0]), int(row[8:16].view(np.uint64)[0])
             value = int(row[16:24].view(np.uint64)[0])
-            if kind == 1 and (self.memory.get(address, 0) - value) % 2**32 >= 2**31:
+            if kind == 1 and self.memory.get(address, 0) < value:
                 self.stuck.append(address)
             elif kind == 2:
                 self.memory[address] = value
@@ -154,27 +154,34 @@ class FakeDriver:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_every_flag_has_a_word_of_its_own_and_reaches_its_peer(monkeypatch: Any, world_size: int) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    driver: Any = FakeDriver({})
+def test_every_flag_has_a_word_of_its_own_and_reaches_its_peer(world_size: int) -> None:
+    num_slots = 3
     controls = [0x10000 * (r + 1) for r in range(world_size)]
-    flags = [StreamFlags(driver, controls, rank) for rank in range(world_size)]
-    words = {flags[0].index(kind, lane, p) for kind in ("ready", "done") for lane in LANES for p in range(world_size)}
-    assert len(words) == 2 * len(LANES) * world_size
-    assert max(words) * 4 < control_nbytes(world_size)
-    for epoch in (1, 2, 2**30, 2**31, 3 * 2**30, 2**32 - 1, 2**32, 2**32 + 3):  # steps below 2**31, across the wrap
-        for lane in LANES:
-            for rank, own in enumerate(flags):
-                own.wait("ready", lane, epoch, 0)
-                assert len(driver.stuck) == world_size - 1, "nobody has signalled yet"
-                driver.stuck.clear()
-                assert rank < world_size
-            for own in flags:
-                own.number(lane, epoch, 0)
-                own.signal("ready", lane, 0, replay=False)
-            for own in flags:
-                own.wait("ready", lane, epoch, 0)
-            assert driver.stuck == []
+    first = first_words(world_size, num_slots).tolist()
+    driver: Any = FakeDriver({control + 4 * i: word for control in controls for i, word in enumerate(first)})
+    flags = [StreamFlags(driver, controls, rank, num_slots) for rank in range(world_size)]
+    one = flags[0]
+    words = {one.index(k, s, p) for k in ("ready", "done") for s in range(num_slots) for p in range(world_size)}
+    words |= {one.stage_index(s) for s in range(num_slots)}
+    assert words == set(range(len(first) - 1)), "and the last one is the constant"
+    assert 4 * len(first) == control_nbytes(world_size, num_slots)
+
+    def stuck(wait: Callable[[StreamFlags], object]) -> int:
+        driver.stuck.clear()
+        for own in flags:
+            wait(own)
+        return len(driver.stuck)
+
+    everybody = world_size * (world_size - 1)
+    for slot in (0, 2, 1, 2, 2):  # some come again
+        assert stuck(lambda own, s=slot: own.await_readers(s, 0)) == 0
+        assert stuck(lambda own, s=slot: own.await_data(s, 0)) == everybody, "nobody has published yet"
+        for own in flags:
+            own.publish(slot, 0, capturing=False)
+        assert stuck(lambda own, s=slot: own.await_readers(s, 0)) == everybody, "nobody has read yet"
+        assert stuck(lambda own, s=slot: own.await_data(s, 0)) == 0
+        for own in flags:
+            own.finish(slot, 0, capturing=False)
 
 
 # --- the watchdog ------------------------------------------------------------------------------------------
@@ -209,8 +216,11 @@ class FakeSegment:
 
 @dataclass
 class FakeFlags:
-    def index(self, kind: str, lane: str, peer: int) -> int:
+    def index(self, kind: str, slot: int, peer: int) -> int:
         return {"ready": 0, "done": 2}[kind] + peer
+
+    def stage_index(self, slot: int) -> int:
+        return 4
 
 
 def _text(age_s: float, words: list[int] | None = None, **notices: Any) -> str | None:
@@ -219,21 +229,22 @@ def _text(age_s: float, words: list[int] | None = None, **notices: Any) -> str |
     tensor = None if words is None else torch.tensor(words, dtype=torch.int32)
     segment: Any = FakeSegment(tensor, FakeNotices(**notices), flags=FakeFlags())
     event: Any = None
-    return _verdict(Pending(segment, "unshard", 9, "unshard of 'layers.3'", event, time.monotonic() - age_s))
+    return _verdict(Pending(segment, 0, 9, "unshard of 'layers.3'", event, time.monotonic() - age_s))
 
 
 def test_the_watchdog_waits_in_silence_while_a_call_may_still_end() -> None:
-    assert _text(29.0, [0, 8, 0, 8]) is None
+    assert _text(29.0, [0, 0, 0, 0, 1]) is None
     assert _text(1.0, dead=(5,)) is None, "a rank that has ended may have done its part"
 
 
 def test_the_watchdog_names_the_call_the_ranks_and_what_they_owe() -> None:
-    text = _text(31.0, [0, 8, 0, 8]) or ""
+    text = _text(31.0, [0, 0, 0, 0, 1]) or ""
     assert "unshard of 'layers.3', epoch 9: ranks [5] have not published their data of group [4, 5]" in text
     assert "found: not ended on this rank's GPU within 30 s" in text
-    text = _text(31.0, [0, 9, 0, 7]) or ""
-    assert "ranks [5] have not read this rank's data" in text
-    assert "this rank's GPU is busy with something else" in (_text(31.0, [0, 9, 0, 8]) or "")
+    for words in ([0, 1, 0, 0, 2], [0, 0, 0, 0, 2], [0, 0, 0, 0, 0]):
+        assert "ranks [5] have not read this rank's data" in (_text(31.0, words) or "")
+    for words in ([0, 1, 0, 0, 1], [0, 0, 0, 1, 2]):
+        assert "this rank's GPU is busy with something else" in (_text(31.0, words) or "")
     assert "which the GPU does not tell" in (_text(31.0) or "")
 
 
