@@ -22,6 +22,7 @@ from fsdp_symm.errors import SymmMemMemoryError, SymmMemUnavailableError, proble
 
 _WAIT_VALUE_32, _WRITE_VALUE_32, _WRITE_VALUE_64 = 1, 2, 5  # CUstreamBatchMemOpType
 _CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: other threads go on as they like
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: this thread goes on as it likes
 _WAIT_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _MEMORYTYPE_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _ORDER_STREAM, _OVERLAP_WITH_COMPUTE = 1, 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_FLAG_PREFER_OVERLAP_...
@@ -231,6 +232,11 @@ class CudaDriver:
         finally:
             self._library.cuGraphDestroy(graph)
         return executable.value or 0
+
+    def stay_out_of_captures(self) -> None:
+        """Let this thread query events and copy while another one captures, which would otherwise break the capture."""
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        self._check(self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStream...")
 
     def launch(self, graph: int, stream: int) -> None:
         """Enqueue a graph of :meth:`capture`."""

@@ -89,6 +89,7 @@ class DeviceSegment(abc.ABC):
         self._uses: dict[int, _LastUse] = {}
         self._alive: dict[int, Callable[[], object | None]] = {}  # by offset: does a tensor still lie there?
         self._closed = False
+        self._reading = threading.Lock()
         self._failure: str | None = None
         self._process = os.getpid()
         self.driver: CudaDriver = cuda_driver()
@@ -104,6 +105,11 @@ class DeviceSegment(abc.ABC):
         self.notices = self._notice_board(num_slots)
         self._mirror = torch.empty(control_nbytes(len(self.ranks), num_slots) // 4, dtype=torch.int32, pin_memory=True)
         self._mirror_stream = torch.cuda.Stream(device, priority=_WATCHDOG_PRIORITY)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
 
     # --- what subclasses do ---
 
@@ -155,16 +161,19 @@ class DeviceSegment(abc.ABC):
         For a watchdog, while streams are stuck: on a stream of its own, into memory pinned beforehand, since a new
         allocation could wait for the device.
         """
-        control = compat.raw_tensor(self._pointer + self._control_at, self.nbytes - self._control_at, self.device)
-        with torch.cuda.stream(self._mirror_stream):
-            self._mirror.copy_(control.view(torch.int32), non_blocking=True)
-            event = self._mirror_stream.record_event()
-        deadline = time.monotonic() + patience_s
-        while not event.query():
-            if time.monotonic() > deadline:
+        with self._reading:  # not while the memory is given back
+            if self._closed:
                 return None
-            threading.Event().wait(0.01)
-        return self._mirror
+            control = compat.raw_tensor(self._pointer + self._control_at, self.nbytes - self._control_at, self.device)
+            with torch.cuda.stream(self._mirror_stream):
+                self._mirror.copy_(control.view(torch.int32), non_blocking=True)
+                event = self._mirror_stream.record_event()
+            deadline = time.monotonic() + patience_s
+            while not event.query():
+                if time.monotonic() > deadline:
+                    return None
+                threading.Event().wait(0.01)
+            return self._mirror
 
     # --- order ---
 
@@ -243,9 +252,10 @@ class DeviceSegment(abc.ABC):
         Raises:
             SymmMemTimeoutError: a living rank of this host did not close in time.
         """
-        if self._closed:
-            return
-        self._closed = True
+        with self._reading:
+            if self._closed:
+                return
+            self._closed = True
         if os.getpid() != self._process:
             return  # a forked child: the parent goes on
         healthy = self._failure is None and compat.group_is_alive(self._group)

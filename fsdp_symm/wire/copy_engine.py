@@ -28,7 +28,7 @@ from fsdp_symm.memory.stream_flags import StreamFlags
 from fsdp_symm.wire.pull_reduce import PullReduce
 from fsdp_symm.wire.pulls import Block, PullPlan
 from fsdp_symm.wire.replays import BRANCHES, Enqueueing, Replays, spread
-from fsdp_symm.wire.watchdog import Pending, watch
+from fsdp_symm.wire.watchdog import Pending, watch, watch_captured
 
 
 class CopyEngineWire:
@@ -106,6 +106,7 @@ class CopyEngineWire:
         """Note the end of a call, and order the current stream after it."""
         if compat.is_capturing():
             self._segment.pulled(lease.index, None)
+            watch_captured(self._segment, lease.index, what)
             return
         event = torch.cuda.Event()
         event.record(stream)

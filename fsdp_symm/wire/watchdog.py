@@ -4,11 +4,15 @@ process.
 A stream that waits for a flag cannot time out, and a host that waits for that stream cannot raise; going on with
 memory that nobody filled would train on garbage. So the process ends, as it does when NCCL's watchdog sees a stuck
 collective: the text goes to stderr and to the peers of the same host, then SIGABRT, which torchrun reports.
+
+Calls inside a CUDA graph of the user's have no events, and nobody tells the host when they are replayed: there the
+flags themselves are looked at, and a call is stuck when it waits for the same peers whenever it is looked at.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -19,11 +23,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fsdp_symm.errors import problem
+from fsdp_symm.errors import SymmMemUnavailableError, problem
+from fsdp_symm.memory.cuda_driver import cuda_driver
 from fsdp_symm.memory.device import DeviceSegment
-from fsdp_symm.memory.stream_flags import STARTED
+from fsdp_symm.memory.stream_flags import STARTED, Kind
 
 _POLL_S = 0.2
+_LOOKS = 20  # at flags that seem stuck; each takes some 10 ms
 _DEAD_AFTER_S = 2.0  # a peer that has ended may have finished its part: only a call that stays stuck accuses it
 
 
@@ -46,11 +52,60 @@ class Pending:
     since: float = field(default_factory=time.monotonic)
 
 
+class Replayed:
+    """Calls of one segment that are parts of the user's CUDA graphs.
+
+    Args:
+        segment: whose flags are looked at.
+    """
+
+    def __init__(self, segment: DeviceSegment) -> None:
+        self.segment = segment
+        self.calls: dict[int, str] = {}  # what the last captured call on each slot was
+        self._since: dict[tuple[int, tuple[int, ...]], float] = {}  # slot and missing ranks, stuck since
+
+    def verdict(self) -> str | None:
+        """Why a replay will not end, or ``None`` while it may."""
+        now, segment = time.monotonic(), self.segment
+        stuck = self._stuck()
+        self._since = {key: self._since.get(key, now) for key in stuck}
+        for (slot, late), since in self._since.items():
+            if now - since > segment.timeout_s:
+                return problem(
+                    f"{self.calls[slot]}, replayed by a CUDA graph: ranks {list(late)} have not published their data",
+                    found=f"this rank's GPU has waited for {segment.timeout_s:g} s",
+                    expected=f"every rank of group {list(segment.ranks)} to replay the same graphs in the same order",
+                    fix="look at what those ranks are doing (py-spy dump); raise timeout_s if they are merely slow",
+                )
+        return None
+
+    def _stuck(self) -> set[tuple[int, tuple[int, ...]]]:
+        """Slots that wait, and for whom, in every one of many looks: between two replays no slot waits."""
+        stuck = self._waiting()
+        for _ in range(_LOOKS):
+            if not stuck:
+                break
+            stuck &= self._waiting()
+        return stuck
+
+    def _waiting(self) -> set[tuple[int, tuple[int, ...]]]:
+        words, flags = self.segment.read_flags(patience_s=5.0), self.segment.flags
+        if words is None or flags is None:
+            return set()
+        waiting = set()
+        for slot in self.calls:
+            late = _late_in(words, self.segment, slot, "ready")
+            if late and int(words[flags.stage_index(slot)]) == STARTED:
+                waiting.add((slot, tuple(late)))
+        return waiting
+
+
 class Watchdog:
     """One thread for all segments of a process; started by the first call."""
 
     def __init__(self) -> None:
         self._calls: deque[Pending] = deque()
+        self._replayed: dict[int, Replayed] = {}  # by segment
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -58,14 +113,24 @@ class Watchdog:
 
     def add(self, call: Pending) -> None:
         """Watch a call until its event is reached."""
+        self._start()
+        self._calls.append(call)
+        self._wake.set()
+
+    def add_captured(self, segment: DeviceSegment, slot: int, what: str) -> None:
+        """Watch a slot that is used inside a CUDA graph, until its segment is closed."""
+        self._start()
+        self._replayed.setdefault(id(segment), Replayed(segment)).calls[slot] = what
+        self._wake.set()
+
+    def _start(self) -> None:
         if self._process != os.getpid():  # first use, or a forked child, in which threads do not live on
             self._process = os.getpid()
             self._calls.clear()
+            self._replayed.clear()
             self._stop.clear()
             self._thread = threading.Thread(target=self._run, name="fsdp_symm_watchdog", daemon=True)
             self._thread.start()
-        self._calls.append(call)
-        self._wake.set()
 
     def stop(self) -> None:
         """End the thread. An interpreter that shuts down under a thread inside CUDA would abort."""
@@ -75,17 +140,21 @@ class Watchdog:
             self._thread.join(timeout=10 * _POLL_S)
 
     def _run(self) -> None:
+        with contextlib.suppress(SymmMemUnavailableError):  # a machine without a GPU captures nothing
+            cuda_driver().stay_out_of_captures()
         while not self._stop.is_set():
-            if not self._calls:
+            if not self._calls and not self._replayed:
                 self._wake.clear()
-                if not self._calls:
+                if not self._calls and not self._replayed:
                     self._wake.wait()
             self._drop_ended()
-            if self._calls:
-                call = self._calls[0]
-                text = _verdict(call)
-                if text is not None:
-                    _end(call, text)
+            if self._calls and (text := _verdict(self._calls[0])) is not None:
+                _end(self._calls[0].segment, text)
+            for replayed in list(self._replayed.values()):
+                if replayed.segment.closed:
+                    del self._replayed[id(replayed.segment)]
+                elif (text := replayed.verdict()) is not None:
+                    _end(replayed.segment, text)
             self._stop.wait(_POLL_S)
 
     def _drop_ended(self) -> None:
@@ -127,24 +196,35 @@ def _late(call: Pending) -> str:
         return "some ranks, which the GPU does not tell, have not come,"
     # A call first waits until its slot's last data was read; from there on for the data of its peers.
     started = int(words[flags.stage_index(call.slot)]) == STARTED
-    kind, verb = ("ready", "have not published their data") if started else ("done", "have not read this rank's data")
-    late = [
-        segment.ranks[peer]
-        for peer in range(len(segment.ranks))
-        if peer != segment.rank and int(words[flags.index(kind, call.slot, peer)]) == 0
-    ]
+    kind: Kind = "ready" if started else "done"
+    verb = "have not published their data" if started else "have not read this rank's data"
+    late = _late_in(words, segment, call.slot, kind)
     return f"ranks {late} {verb}" if late else "this rank's GPU is busy with something else;"
 
 
-def _end(call: Pending, text: str) -> None:
-    call.segment.fail(text)
-    sys.stderr.write(f"[rank {call.segment.ranks[call.segment.rank]}] fsdp_symm watchdog: {text}\n")
+def _late_in(words: torch.Tensor, segment: DeviceSegment, slot: int, kind: Kind) -> list[int]:
+    """Ranks whose word of this kind is not set."""
+    flags = segment.flags
+    if flags is None:
+        return []
+    peers = (peer for peer in range(len(segment.ranks)) if peer != segment.rank)
+    return [segment.ranks[peer] for peer in peers if int(words[flags.index(kind, slot, peer)]) == 0]
+
+
+def _end(segment: DeviceSegment, text: str) -> None:
+    segment.fail(text)
+    sys.stderr.write(f"[rank {segment.ranks[segment.rank]}] fsdp_symm watchdog: {text}\n")
     sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGABRT)
 
 
 _watchdog = Watchdog()
 atexit.register(_watchdog.stop)
+
+
+def watch_captured(segment: DeviceSegment, slot: int, what: str) -> None:
+    """Watch a call that is being captured into a CUDA graph of the user's."""
+    _watchdog.add_captured(segment, slot, what)
 
 
 def watch(call: Pending) -> None:

@@ -217,6 +217,7 @@ def install(monkeypatch: Any) -> None:
     monkeypatch.setattr(compat, "current_stream", current)
     monkeypatch.setattr(PieceSum, "launch", launch)
     monkeypatch.setattr(copy_engine, "watch", lambda call: None)
+    monkeypatch.setattr(copy_engine, "watch_captured", lambda segment, slot, what: None)
     monkeypatch.setattr(compat, "is_capturing", _user_captures)
 
 

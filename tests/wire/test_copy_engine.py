@@ -213,7 +213,8 @@ def test_a_call_is_captured_when_it_comes_again_and_never_when_it_does_not(monke
     for _ in range(5):
         cache.run("again", enqueued.append, stream)
     assert (driver.captured, driver.launched) == (1, 4)
-    assert enqueued[-1].capturing and enqueued[-1].stream is not stream, "captured on a stream of its own"
+    assert enqueued[-1].capturing
+    assert enqueued[-1].stream is not stream, "captured on a stream of its own"
     for key in ("b", "b", "c", "c"):
         cache.run(key, enqueued.append, stream)
     assert driver.forgotten == [1, 2], "a full cache starts anew"

@@ -251,3 +251,30 @@ def test_the_watchdog_names_the_call_the_ranks_and_what_they_owe() -> None:
 def test_the_watchdog_quotes_failures_and_names_dead_ranks() -> None:
     assert "is stuck: rank 5 reported: out of memory" in (_text(0.1, report="rank 5 reported: out of memory") or "")
     assert "ranks [5] of group [4, 5] are gone" in (_text(3.0, dead=(5,)) or "")
+
+
+def _replayed(looks: list[list[int]], timeout_s: float = 0.0) -> tuple[str | None, int]:
+    """The verdict of a second look at flags that show these words one after the other, and how many were shown."""
+    from fsdp_symm.wire.watchdog import Replayed
+
+    segment: Any = FakeSegment(None, FakeNotices(), flags=FakeFlags(), timeout_s=timeout_s)
+    shown = iter(looks)
+    segment.read_flags = lambda patience_s: torch.tensor(next(shown), dtype=torch.int32)
+    watched = Replayed(segment)
+    watched.calls[0] = "ep dispatch"
+    assert watched.verdict() is None, "since now"
+    time.sleep(0.001)
+    text = watched.verdict()
+    return text, len(looks) - len(list(shown))
+
+
+def test_a_replay_that_waits_for_the_same_ranks_for_ever_is_reported() -> None:
+    waits, goes_on, idle = [0, 0, 0, 0, 1], [0, 1, 0, 0, 1], [0, 0, 0, 1, 2]
+    text, _ = _replayed([waits] * 100)
+    assert text is not None
+    assert "ep dispatch, replayed by a CUDA graph: ranks [5] have not published their data" in text
+    assert "every rank of group [4, 5] to replay the same graphs in the same order" in text
+    assert _replayed([waits] * 100, timeout_s=60.0)[0] is None
+    for other in (goes_on, idle):
+        assert _replayed([*[waits] * 30, other, *[waits] * 60])[0] is None, "one look is enough to see progress"
+        assert _replayed([other] * 10) == (None, 2), "nothing that seems stuck is looked at twice"
