@@ -131,6 +131,7 @@ class Ranks:
         """What every rank returned; a failure on any rank fails the test."""
         answers = self.results(job, *args, timeout_s=timeout_s)
         failures = [f"rank {r}: {a}" for r, a in enumerate(answers) if isinstance(a, Failure)]
+        failures += [f"rank {r} died" for r, process in enumerate(self.processes) if not process.is_alive()]
         if failures:
             raise RankError("\n".join(failures))
         return answers

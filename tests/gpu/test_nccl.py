@@ -91,7 +91,7 @@ device = torch.device("cuda", rank % torch.cuda.device_count())
 torch.cuda.set_device(device)
 dist.init_process_group("nccl", init_method=sys.argv[2], rank=rank, world_size=2, device_id=device)
 model = build(Options())
-handle = set_symm_mem_for_comm(model, dedicated_all_gather=True)
+handle = set_symm_mem_for_comm(model, all_gather="staged", dedicated_all_gather=True)
 train_step(model, torch.optim.SGD(model.parameters(), 0.1), 0, Options())
 assert cta_policy(dist.group.WORLD, device) == "default"
 assert cta_policy(handle.arenas[0].group, device) == "zero"
