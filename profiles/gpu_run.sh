@@ -22,13 +22,13 @@ shared() {
 
 # Seconds are estimates on one H200, imports and profiles included.
 shared fsdp_step_w2 2 130 fsdp-step --widths 4096x4 --steps 10 --profiled-steps 5
-shared unshard_w2 2 50 unshard --mib 32,128
+shared unshard_w2 2 60 unshard --mib 32,128
 shared experts_w2 2 130 experts --device cuda --experts 64x6,256x8 --tokens 4096 --hidden 2048
 shared fsdp_step_w4 4 150 fsdp-step --widths 4096x4 --steps 8 --profiled-steps 3
-shared unshard_w4 4 60 unshard --mib 32,64
+shared unshard_w4 4 75 unshard --mib 32,64
 shared experts_w4 4 150 experts --device cuda --experts 64x6 --tokens 4096 --hidden 2048
-shared reduce_scatter_w2 2 70 reduce-scatter --mib 64,128 --pieces 2,4,8
-shared reduce_scatter_w4 4 80 reduce-scatter --mib 64 --pieces 2,4,8
+shared reduce_scatter_w2 2 70 reduce-scatter --mib 64,128 --pieces 4,8
+shared reduce_scatter_w4 4 80 reduce-scatter --mib 64 --pieces 4,8
 shared fsdp_step_d2048_w2 2 100 fsdp-step --widths 2048x4 --steps 10 --profiled-steps 5
 shared experts_more_w2 2 150 experts --device cuda --experts 8x2,128x8 --tokens 1024,4096 --hidden 4096
 exit $status

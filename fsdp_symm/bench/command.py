@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_ways(kinds.add_parser("unshard", help="a Llama block's parameters: direct placement, NCCL and copy-out"))
     reduce = kinds.add_parser("reduce-scatter", help="copy engines and a local sum, NCCL's kernels")
     _add_ways(reduce)
-    reduce.add_argument("--pieces", default="2,4,8,16,32", help="MiB of a piece, comma-separated (default %(default)s)")
+    reduce.add_argument("--pieces", default=None, help="MiB of a piece, comma-separated, beside the package's own rule")
     step = kinds.add_parser("fsdp-step", help="a training step: plain FSDP2, torch's switch, ours, no communication")
     step.add_argument("--csv", type=Path, required=True, metavar="FILE", help="where the rows go")
     step.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
@@ -122,11 +122,13 @@ def _unshard(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]
 
 
 def _reduce_scatter(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    mib, pieces = _sizes(args, "mib"), _sizes(args, "pieces")
+    mib = _sizes(args, "mib")
+    pieces = () if args.pieces is None else _sizes(args, "pieces")
     from fsdp_symm.bench.reduce_scatter import ReduceBench, measure
 
     lines = measure(ReduceBench(args.ranks, mib, pieces, _command(args), args.traces))
-    return lines, [way_tables.reduce_table(lines), way_tables.pieces_table(lines)]
+    texts = [way_tables.reduce_table(lines)]
+    return lines, [*texts, way_tables.pieces_table(lines)] if pieces else texts
 
 
 def _experts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:

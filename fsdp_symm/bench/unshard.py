@@ -1,20 +1,22 @@
 """Unsharding one Llama block: direct placement against all-gathers that are copied out, as FSDP2 does it.
 
 Every way starts from the same fp32 shards and ends with the same nine bf16 parameters. A *whole* unshard is the copy-in
-with its cast, the exchange, and the copy-out where there is one; the *exchange* is also measured alone, from shards
-that lie where it wants them.
+with its cast, the exchange, and the copy-out where there is one. From shards that are copied in already, two parts are
+measured as well: the *exchange* alone, and *placing*, which ends with complete parameters.
 
 * Direct: one fused copy of the fp32 shards into the slot and into this rank's own places in the parameters, as
-  :mod:`fsdp_symm.unshard` does it, and the pull of the peers' shards to theirs.
+  :mod:`fsdp_symm.unshard` does it, and the pull of the peers' shards to theirs. The pull is its placing too, since the
+  copy-in has placed this rank's own shards.
 * All others: one fused copy into this rank's chunk of the gathered buffer, the all-gather, and FSDP2's copy-out. FSDP2
-  itself copies in twice (a cast, then a pack), so this is the best that it could do.
+  itself copies in twice (a cast, then a pack), so this is the best that it could do. Placing is the all-gather and the
+  copy-out.
 
 Rates are of the exchange and count bytes from peers. Legend as in :mod:`fsdp_symm.bench.unshard_block`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,7 @@ from fsdp_symm import compat
 from fsdp_symm.bench import schema
 from fsdp_symm.bench.launch import World, need_gpu, run_ranks
 from fsdp_symm.bench.profiling import profile_ways
-from fsdp_symm.bench.timing import Clock, Way, check, columns, ratios, spread
+from fsdp_symm.bench.timing import Clock, Timed, Way, check, columns, ratios, spread
 from fsdp_symm.bench.unshard_block import POISON, BlockShards, Parameters
 from fsdp_symm.copy_in import CopyIn
 from fsdp_symm.memory.arena import SymmMemArena
@@ -34,7 +36,8 @@ from fsdp_symm.plan import Ring
 from fsdp_symm.wire import wire_of
 
 DIRECT, PLAIN, NCCL, STAGED = "direct", "plain NCCL", "NCCL window", "staged"
-_EXCHANGE = ", exchange"
+_EXCHANGE, _PLACING = ", exchange", ", placing"
+_SAID = (("whole", "median_us"), ("exchange", "exchange_us"), ("placing", "place_us"))
 _SLOTS = 2
 _ARENA_TIMEOUT_S = 60.0
 
@@ -121,7 +124,7 @@ class Direct:
         torch._foreach_copy_(self._parameters.own, self._masters)
 
     def ways(self) -> list[Way]:
-        """The whole, and the exchange alone from slots that are filled here."""
+        """The whole, and the exchange alone from slots that are filled here, which is the placing."""
         for _ in range(_SLOTS):
             self.copy_in(self._arena.acquire("unshard", self._shards.slot_nbytes, owner="bench"))
         exchange = partial(self.run, whole=False)
@@ -168,6 +171,12 @@ class Staged:
         exchange()
         self._last = self._chunks(gathered)
 
+    def place(self) -> None:
+        """All-gather, copy-out."""
+        gathered, exchange = self._take()
+        exchange()
+        self._parameters.copy_out(gathered)
+
     def _chunks(self, gathered: torch.Tensor) -> list[torch.Tensor]:
         nbytes, address = self._shards.nbytes, gathered.data_ptr()
         size = range(self._world.size)
@@ -180,6 +189,11 @@ class Staged:
                 if rank != self._world.rank:
                     chunk.view(torch.int16).fill_(POISON)
 
+    def poison_all(self) -> None:
+        """Wrong chunks of the peers and wrong parameters: neither the all-gather nor the copy-out may do nothing."""
+        self.poison_peers()
+        self._parameters.poison()
+
     def wrong(self) -> str | None:
         """The first rank whose chunk of the last exchange is not its shards, bit by bit."""
         for rank, chunk in enumerate(self._last):
@@ -190,11 +204,14 @@ class Staged:
         return None if self._last else "nothing was gathered"
 
     def ways(self, name: str) -> list[Way]:
-        """The whole, and the exchange alone from buffers that are filled here."""
+        """The whole, and from buffers that are filled here the exchange and the placing."""
         for _ in range(self._buffers):
             self.copy_in(self._take()[0])
-        exchange = Way(name + _EXCHANGE, self.exchange, self.wrong, self.poison_peers)
-        return [self._parameters.way(name, self.whole), exchange]
+        return [
+            self._parameters.way(name, self.whole),
+            Way(name + _EXCHANGE, self.exchange, self.wrong, self.poison_peers),
+            Way(name + _PLACING, self.place, self._parameters.wrong, self.poison_all),
+        ]
 
 
 def take_from_group(world: World, group: Any, whole: torch.Tensor) -> Take:
@@ -219,7 +236,8 @@ def take_from_wire(arena: SymmMemArena, nbytes: int) -> Take:
 
 
 def make_ways(world: World, shards: BlockShards, arenas: Arenas) -> list[Way]:
-    """Every way on the same parameters, each whole and its exchange alone. :data:`DIRECT` first."""
+    """Every way on the same parameters, each whole, its exchange, and its placing. :data:`DIRECT` first, whose placing
+    is its exchange."""
     parameters = Parameters(world, shards)
     nbytes = shards.nbytes * world.size
     plain = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=world.device)
@@ -233,29 +251,48 @@ def make_ways(world: World, shards: BlockShards, arenas: Arenas) -> list[Way]:
     return ways
 
 
+def _parts(times: Mapping[str, Timed], name: str) -> tuple[Timed, Timed]:
+    """Exchange and placing of a way; one and the same for :data:`DIRECT`."""
+    exchange = times[name + _EXCHANGE]
+    return exchange, times.get(name + _PLACING, exchange)
+
+
+def _part_columns(times: Mapping[str, Timed], name: str) -> dict[str, Any]:
+    """The figures of a way's exchange and placing; a ratio is that of the same part of :data:`DIRECT`."""
+    (exchange, placing), (base, base_placing) = _parts(times, name), _parts(times, DIRECT)
+    line = spread("exchange_us", exchange.alone, 1) | spread("exchange_host_us", exchange.host, 1)
+    line |= _ratio("exchange_vs_direct", exchange, base)
+    line |= spread("place_us", placing.alone, 1) | spread("place_host_us", placing.host, 1)
+    line |= _ratio("place_vs_direct", placing, base_placing)
+    line |= spread("place_under_gemm_us", placing.under, 1)
+    return line | spread("place_gemm_slowdown_pct", placing.slowdown, 2)
+
+
+def _ratio(name: str, timed: Timed, base: Timed) -> dict[str, Any]:
+    values = zip(("", "_min", "_max"), ratios(timed.alone, base.alone), strict=True)
+    return {name + end: round(value, 3) for end, value in values}
+
+
 def _measure_size(world: World, clock: Clock, bench: UnshardBench, shards: BlockShards, arenas: Arenas) -> list[Any]:
     ways = make_ways(world, shards, arenas)
     check(world, ways, f"unshard of {shards.nbytes} bytes a rank")
-    whole = [way.name for way in ways if not way.name.endswith(_EXCHANGE)]
-    times = clock.time_all(ways, beside=whole)
+    names = [way.name for way in ways]
+    whole = [name for name in names if not name.endswith((_EXCHANGE, _PLACING))]
+    places = [name for name in names if name.endswith(_PLACING)]
+    times = clock.time_all(ways, beside=[*whole, *places, DIRECT + _EXCHANGE])
     keep = bench.traces and bench.traces / f"unshard_w{world.size}_{shards.nbytes / 2**20:.0f}mib.json.gz"
     seen = profile_ways(world, ways, keep)
     lines = []
     for name in whole:
-        timed, alone = times[name], times[name + _EXCHANGE]
         line: dict[str, Any] = {"name": "unshard", "variant": name, "ranks": world.size, "bytes": shards.nbytes}
-        line |= {"dtype": "bfloat16"} | schema.summarize(timed.alone) | world.facts(bench.command)
+        line |= {"dtype": "bfloat16"} | schema.summarize(times[name].alone) | world.facts(bench.command)
         line |= {"parameters": len(shards.numels), "product_us": round(clock.product_us, 1)}
-        line |= columns(timed, base=times[DIRECT], base_name="direct")
-        line |= spread("exchange_us", alone.alone, 1) | spread("exchange_host_us", alone.host, 1)
-        middle, low, high = ratios(alone.alone, times[DIRECT + _EXCHANGE].alone)
-        line |= {"exchange_vs_direct": round(middle, 3)}
-        line |= {"exchange_vs_direct_min": round(low, 3), "exchange_vs_direct_max": round(high, 3)}
+        line |= columns(times[name], base=times[DIRECT], base_name="direct") | _part_columns(times, name)
         received = shards.nbytes * (world.size - 1)
         line |= {"gb_per_s": round(received / line["exchange_us"] / 1e3, 1)} | seen[name].columns()
         lines.append(line)
-        took = f"{line['median_us'] / 1e3:.3f} ms, exchange {line['exchange_us'] / 1e3:.3f} ms"
-        world.say(f"unshard {shards.nbytes / 2**20:.3g} MiB {name}: {took}")
+        took = [f"{part} {line[column] / 1e3:.3f} ms" for part, column in _SAID]
+        world.say(f"unshard {shards.nbytes / 2**20:.3g} MiB {name}: {', '.join(took)}")
     return lines
 
 

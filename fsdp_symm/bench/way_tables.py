@@ -33,16 +33,18 @@ def spread(line: Line, name: str, digits: int) -> str:
 
 
 def _spread_ms(line: Line, name: str) -> str:
-    """Median and extremes of a column of microseconds, as milliseconds."""
+    """Median and extremes of a column of microseconds, as milliseconds; ``-`` without samples."""
+    if line.get(name, "") in ("", None):
+        return "-"
     return f"{ms(line, name)} ({ms(line, f'{name}_min')}-{ms(line, f'{name}_max')})"
 
 
-def slowdown(line: Line) -> str:
+def slowdown(line: Line, name: str = "gemm_slowdown_pct") -> str:
     """A slowdown in percent with its extremes; these may be negative, so words stand between them."""
-    middle = number(line.get("gemm_slowdown_pct", ""), 1)
+    middle = number(line.get(name, ""), 1)
     if middle == "-":
         return middle
-    low, high = (number(line[f"gemm_slowdown_pct_{end}"], 1) for end in ("min", "max"))
+    low, high = (number(line[f"{name}_{end}"], 1) for end in ("min", "max"))
     return f"{middle} % ({low} to {high})"
 
 
@@ -62,15 +64,17 @@ def unshard_table(lines: Sequence[Line]) -> str:
     """Markdown: one line a size and way."""
     header = (
         "shards of a rank", "way", "engine", "whole unshard, ms: median (min-max)", "whole / direct's (min-max)",
+        "placing, ms (min-max)", "placing / direct's (min-max)", "placing under a GEMM, ms", "GEMM slower by",
         "exchange alone, ms (min-max)", "exchange / direct's (min-max)", "GB/s a rank in it",
-        "host us: whole (min-max)", "host us: exchange", "whole under a GEMM, ms", "GEMM slower by", "SM-ms a whole",
+        "host us: whole, placing", "SM-ms a whole",
     )  # fmt: skip
     rows = [
         (
             _mib(x), x["variant"], x["engine"] or "-", time(x), spread(x, "vs_direct", 2),
+            _spread_ms(x, "place_us"), spread(x, "place_vs_direct", 2), ms(x, "place_under_gemm_us"),
+            slowdown(x, "place_gemm_slowdown_pct"),
             _spread_ms(x, "exchange_us"), spread(x, "exchange_vs_direct", 2), number(x["gb_per_s"], 0),
-            spread(x, "host_us", 0), number(x["exchange_host_us"], 0),
-            ms(x, "under_gemm_us"), slowdown(x), ms(x, "sm_us", 2),
+            f"{number(x['host_us'], 0)}, {number(x.get('place_host_us', ''), 0)}", ms(x, "sm_us", 2),
         )
         for x in lines
     ]  # fmt: skip
@@ -78,7 +82,9 @@ def unshard_table(lines: Sequence[Line]) -> str:
         f"{lines[0]['parameters']} parameters of a Llama block: fp32 shards, bf16 parameters. A whole unshard is the "
         "copy-in with its cast (direct: into the slot and this rank's own places in the parameters; all others: into "
         "this rank's chunk of the gathered buffer), the exchange, and FSDP2's copy-out in all but `direct`. The "
-        "exchange alone is the pull or the all-gather, without either copy. Engine, GEMM and SM columns: the whole."
+        "exchange alone is the pull or the all-gather, without either copy. Placing leads from shards that are copied "
+        "in to complete parameters: the all-gather and the copy-out, for `direct` the exchange itself, since its "
+        "copy-in has placed this rank's own shards. Engine and SM columns: the whole; GEMM columns: the placing."
     )
     return markdown(header, rows, lines[0], note)
 
@@ -116,11 +122,17 @@ def _usual(ways: Mapping[str, Line]) -> Line:
     return next((x for x in pulls if int(x["usual"])), pulls[0])
 
 
+def _rate(line: Line) -> str:
+    """GB/s that a rank takes from the others; CSVs from before types could differ know one size of a chunk."""
+    received = int(line.get("wire_bytes") or line["bytes"]) * (int(line["ranks"]) - 1)
+    return number(received / float(line["median_us"]) / 1e3, 0)
+
+
 def reduce_table(lines: Sequence[Line]) -> str:
-    """Markdown: one line a size, dtype and op; copy engines with the package's piece size."""
+    """Markdown: one line a size, kind and op; copy engines with the pieces of the package's rule."""
     header = (
         "chunk of a rank", "dtype", "op", "plain, ms", "symmetric kernel, ms: median (min-max)",
-        "copy engine, ms: median (min-max)", "copy engine / symmetric (min-max)", "under a GEMM, ms",
+        "copy engine, ms: median (min-max)", "copy engine / symmetric (min-max)", "GB/s a rank", "under a GEMM, ms",
         "GEMM slower by", "SM-ms", "host us",
     )  # fmt: skip
     rows = []
@@ -131,23 +143,39 @@ def reduce_table(lines: Sequence[Line]) -> str:
             (
                 _mib(symmetric), dtype, op, ms(plain, "median_us"), time(symmetric), time(pulls),
                 spread(pulls, "vs_symmetric", 2),
+                ", ".join(_rate(x) for x in three),
                 ", ".join(ms(x, "under_gemm_us") for x in three),
                 ", ".join(slowdown(x) for x in three),
                 ", ".join(ms(x, "sm_us", 2) for x in three),
                 ", ".join(number(x["host_us"], 0) for x in three),
             )
         )  # fmt: skip
+    return markdown(header, rows, lines[0], _reduce_note(lines))
+
+
+def _reduce_note(lines: Sequence[Line]) -> str:
+    usual = _usual(next(iter(_by_task(lines).values())))["variant"]
+    pieces = "pieces as the package cuts them" if usual == "copy engine" else usual.removeprefix("copy engine, ")
+    note = f"Three numbers are plain, symmetric, copy engine ({pieces}). GB/s: the chunks that a rank takes from the "
+    note += "others, ranks - 1 of them, in the type in which they travel, over the whole time, sums included."
+    if any(" in " in x["dtype"] for x in lines):
+        note += (
+            " `bfloat16 in float32` are bf16 gradients that are summed in fp32; a chunk's size is that of the sum. "
+            "NCCL's ways get and send fp32, as FSDP2 gives it to them, without the time of that cast; the copy "
+            "engine's gets and sends bf16."
+        )
     engines = dict.fromkeys(f"{x['variant']}: {x['engine']}" for x in lines if x["engine"])
-    note = f"Three numbers are plain, symmetric, copy engine ({_usual(next(iter(_by_task(lines).values())))['variant']}"
-    note += "). Seen in the profile: " + "; ".join(engines) + "." if engines else ")."
-    return markdown(header, rows, lines[0], note)
+    return note + (" Seen in the profile: " + "; ".join(engines) + "." if engines else "")
 
 
 def pieces_table(lines: Sequence[Line]) -> str:
-    """Markdown: the copy-engine way by piece size, for AVG, which FSDP2 issues."""
+    """Markdown: the copy-engine way by piece size, for AVG, which FSDP2 issues; one sentence without such ways."""
     tasks = {key: ways for key, ways in _by_task(lines).items() if key[2] == "AVG"}
     pieces = list(dict.fromkeys(name for ways in tasks.values() for name in ways if name.startswith("copy engine")))
-    header = ("chunk of a rank", "dtype", *(f"{name.removeprefix('copy engine, ')}, ms" for name in pieces))
+    if pieces == ["copy engine"]:
+        return "Copy engines with pieces of other sizes: not measured."
+    names = [name.removeprefix("copy engine, ").replace("copy engine", "the package's rule") for name in pieces]
+    header = ("chunk of a rank", "dtype", *(f"{name}, ms" for name in names))
     rows = [
         (_mib(next(iter(ways.values()))), dtype, *(time(ways[name]) for name in pieces))
         for (_, dtype, _), ways in tasks.items()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fsdp_symm.experts import ops, routing
 from fsdp_symm.experts.config import EpConfig
-from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, Traffic, facts
+from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, Traffic
 from fsdp_symm.experts.registry import ContextEP
 
 
@@ -27,7 +27,7 @@ class LocalExchange:
         """Rows are tokens."""
         found = routing.route(ids, num_experts=self._config.num_experts, num_ranks=1, rows_per_rank=None, by_token=True)
         home = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
-        return Prepared(home, facts(found).unsqueeze(0), routing.narrow(ids, self._config.num_experts))
+        return Prepared(home, found.facts.unsqueeze(0), found.narrowed)
 
     def layout(self, num_rows: int, table: torch.Tensor) -> Layout:
         """One rank with itself."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp_symm.experts import routing
 from fsdp_symm.experts.config import EpConfig
-from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, Traffic, facts
+from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, Traffic
 from fsdp_symm.experts.registry import TokenExchangeEP
 
 
@@ -31,12 +31,12 @@ class CollectiveExchange:
     def prepare(self, ids: torch.Tensor) -> Prepared:
         """All-gather the facts, then send each rank the ids of its rows."""
         found = routing.route(ids, num_experts=self._config.num_experts, num_ranks=self._num_ranks, rows_per_rank=None)
-        mine = facts(found)
+        mine = found.facts
         table = mine.new_empty((self._num_ranks, mine.numel()))
         dist.all_gather(list(table.unbind(0)), mine, group=self._group)
         table = table.cpu()
         layout = self.layout(0, table)
-        sent = routing.to_rank_major(routing.narrow(ids, self._config.num_experts), found.home, sum(layout.sent))
+        sent = routing.to_rank_major(found.narrowed, found.home, sum(layout.sent))
         return Prepared(found.home, table, self._swap(sent, layout.sent, layout.received))
 
     def layout(self, num_rows: int, table: torch.Tensor) -> Layout:

@@ -150,9 +150,7 @@ class EpContext:
             capacity=capacity,
         )
         first = prepared.table.shape[1] - 1 - self.config.num_experts + self.first_expert
-        wanted = prepared.table[:, first : first + self.num_local].sum(0).to(ids.device)
-        total = routing.align_up(wanted, alignment).sum().view(1)
-        dropped = (wanted.sum() - (laid.slots >= 0).sum()).view(1)
+        total, dropped = routing.needs(prepared.table, laid, first=first, num_local=self.num_local, alignment=alignment)
         return Routing(prepared.home, prepared.table, laid.counts, laid.source, laid.slots, total, dropped)
 
     def _check_token_count(self, num_tokens: int) -> None:

@@ -21,7 +21,7 @@ from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemError
 from fsdp_symm.experts import routing, symmetric
 from fsdp_symm.experts.config import EpConfig, refuse
-from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, Traffic, facts
+from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, Traffic
 from fsdp_symm.experts.registry import TokenExchangeEP
 from fsdp_symm.memory.arena import Lease, SymmMemArena
 from fsdp_symm.plan import Lane, Ring
@@ -124,7 +124,7 @@ class WireExchange:
             rows_per_rank=self._room,
             by_token=not self._packed,
         )
-        mine = facts(found)
+        mine = found.facts
         layout = Layout.padded(self._num_ranks, self._rank, self._room, by_token=not self._packed)
         parts = [
             _Part(PartSpec(ids.shape[1], torch.int32, ids.device), layout),
@@ -132,7 +132,7 @@ class WireExchange:
         ]
 
         def write(buffers: list[torch.Tensor]) -> None:
-            _place(routing.narrow(ids, self._config.num_experts), found.home, layout, buffers[0], fill=-1)
+            _place(found.narrowed, found.home, layout, buffers[0], fill=-1)
             buffers[1].copy_(mine.unsqueeze(0))
 
         received, table = self._call("dispatch", "expert ids", parts, write)

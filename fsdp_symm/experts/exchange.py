@@ -12,8 +12,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fsdp_symm.experts import routing
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -62,7 +60,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         home: int64 ``[T, R]``, see :class:`fsdp_symm.experts.routing.Route`.
-        table: int64 ``[R, R + E + 1]``, for every rank its ``rows``, ``experts`` and ``invalid``; see :func:`facts`.
+        table: int64 ``[R, R + E + 1]``, every rank's ``facts``, see the same.
         ids: int32 ``[N, K]``, global expert ids of the rows that this rank receives.
     """
 
@@ -139,8 +137,3 @@ class Exchange(Protocol):
     def close(self) -> None:
         """Give memory back."""
         ...
-
-
-def facts(route: routing.Route) -> torch.Tensor:
-    """int64 ``[R + E + 1]``: one rank's row of the table."""
-    return torch.cat([route.rows, route.experts, route.invalid])

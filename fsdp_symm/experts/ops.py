@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fsdp_symm.experts.context import context_of
 from fsdp_symm.experts.exchange import PartSpec
-from fsdp_symm.experts.routing import gather_rows, sum_rows
+from fsdp_symm.experts.routing import gather_rows, sum_rows, weigh_rows
 
 _Many = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -68,7 +68,7 @@ def _receive(
     context = context_of(key)
     parts = [tokens] if weights is None else [tokens, weights]
     rows, *rest = context.exchange.to_experts(parts, home, context.layout(slots.shape[0], table))
-    gather_rows(rows, torch.div(source, slots.shape[1], rounding_mode="floor"), out=received)
+    gather_rows(rows, source, divisor=slots.shape[1], out=received)
     if not rest:
         return tokens.new_empty(0, dtype=torch.float32)
     return gather_rows(rest[0].reshape(-1, 1), source).squeeze(1)
@@ -125,7 +125,7 @@ def combine(
     def write(parts: list[torch.Tensor]) -> None:
         sum_rows(rows, slots, scale=scale, out=parts[0])
         if extra is not None:
-            parts[1].copy_(gather_rows(extra.unsqueeze(1), slots.flatten()).view(slots.shape))
+            gather_rows(extra.unsqueeze(1), slots.flatten(), out=parts[1].view(-1, 1))
 
     answers = context.exchange.to_homes(specs, write, layout)
     tokens, *rest = [sum_rows(answer, home) for answer in answers]
@@ -151,6 +151,21 @@ def _(
 
 
 # --- gradients ---------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fsdp_symm_ep::weigh", mutates_args=())
+def _weigh(
+    grads: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor, source: torch.Tensor, with_dots: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`fsdp_symm.experts.routing.weigh_rows`, which compilers need not look into."""
+    return weigh_rows(grads, rows, scale, source, with_dots=with_dots)
+
+
+@_weigh.register_fake
+def _(
+    grads: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor, source: torch.Tensor, with_dots: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return grads.new_empty(grads.shape), grads.new_empty(grads.shape[0] if with_dots else 0, dtype=torch.float32)
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -200,12 +215,11 @@ def _combine_backward(
     grads, extra_grad = dispatch(grad_tokens, extra, home, table, source, slots, ctx.key)
     grad_rows, grad_scale = grads, None
     if ctx.weighted:
+        # A kernel has no derivative; second ones go through the operators of torch.
+        weigh = weigh_rows if torch.is_grad_enabled() else _weigh
         rows, scale = weighting
-        real = source >= 0  # padding rows of the experts' output may hold anything
-        if ctx.needs_input_grad[1]:
-            dot = (grads.float() * rows.float()).sum(-1)
-            grad_scale = torch.where(real, dot, 0.0)
-        grad_rows = torch.where(real.unsqueeze(1), grads.float() * scale.unsqueeze(1), 0.0).to(dtype)
+        grad_rows, dots = weigh(grads, rows, scale, source, with_dots=ctx.needs_input_grad[1])
+        grad_scale = dots if ctx.needs_input_grad[1] else None
     return grad_rows, grad_scale, extra_grad if extra is not None else None, None, None, None, None, None
 
 

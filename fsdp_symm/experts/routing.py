@@ -5,6 +5,9 @@ Every layout is a table of row numbers with -1 for "no row", and every movement 
 table: :func:`gather_rows` (a row is copied) and :func:`sum_rows` (rows are added in fp32, in the table's order). They
 are each other's transpose, which is why the backward pass needs no code of its own. Row numbers are int64 throughout.
 
+On GPUs the same functions are kernels, in ``device_rows``, ``device_routes`` and ``device_arrange``; what is written
+here is what CPUs do, and what the kernels are tested against.
+
 Legend: T tokens of this rank, H hidden width, K experts a token, E experts of the model, R ranks of the expert group,
 L = E / R experts of a rank (rank r owns r * L .. r * L + L - 1), C rows that one rank may send to another, N rows of a
 rank-major buffer (R * C when padded), M rows of an expert-major buffer.
@@ -12,9 +15,12 @@ rank-major buffer (R * C when padded), M rows of an expert-major buffer.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
+
+_HAS_KERNELS = find_spec("triton") is not None
 
 
 class Route(NamedTuple):
@@ -25,12 +31,16 @@ class Route(NamedTuple):
         rows: int64 ``[R]``, rows that each rank should get, before any is dropped for want of room.
         experts: int64 ``[E]``, routes (token, k) to each expert, before any drop.
         invalid: int64 ``[1]``, routes whose expert id is E or more; they are masked like -1.
+        facts: int64 ``[R + E + 1]``: rows, experts and invalid, one after the other.
+        narrowed: int32 ``[T, K]``, see :func:`narrow`.
     """
 
     home: torch.Tensor
     rows: torch.Tensor
     experts: torch.Tensor
     invalid: torch.Tensor
+    facts: torch.Tensor
+    narrowed: torch.Tensor
 
 
 class Arrangement(NamedTuple):
@@ -40,11 +50,17 @@ class Arrangement(NamedTuple):
         counts: int64 ``[L]``, rows of each expert, padded to the alignment; they lie one after the other from row 0.
         source: int64 ``[M]``, the route (``row * K + k``) behind each expert-major row, -1: padding or tail.
         slots: int64 ``[N, K]``, the expert-major row of each route, -1: not of this rank, masked or dropped.
+        kept: int64 ``[1]``, routes that got a row.
     """
 
     counts: torch.Tensor
     source: torch.Tensor
     slots: torch.Tensor
+    kept: torch.Tensor
+
+
+def _on_gpu(*tensors: torch.Tensor) -> bool:
+    return _HAS_KERNELS and all(tensor.is_cuda for tensor in tensors)
 
 
 def route(
@@ -60,6 +76,13 @@ def route(
         by_token: the row of token t is t instead of the next free one. Needs no packing, and one copy of the tokens
             serves all ranks; every rank then needs T rows.
     """
+    if _on_gpu(ids):
+        from fsdp_symm.experts import device_routes
+
+        return device_routes.route(
+            ids, num_experts=num_experts, num_ranks=num_ranks, rows_per_rank=rows_per_rank, by_token=by_token
+        )
+    narrowed = narrow(ids, num_experts)
     ids = ids.long()
     valid = (ids >= 0) & (ids < num_experts)
     invalid = (ids >= num_experts).sum().view(1)
@@ -78,11 +101,16 @@ def route(
     else:
         start = torch.arange(num_ranks, device=ids.device) * rows_per_rank
         fits = wanted & (position < rows_per_rank)
-    return Route(torch.where(fits, start + position, -1), rows, experts, invalid)
+    facts = torch.cat([rows, experts, invalid])
+    return Route(torch.where(fits, start + position, -1), rows, experts, invalid, facts, narrowed)
 
 
 def narrow(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Expert ids as int32, everything that is none as -1: int64 masks such as ``iinfo.min`` would wrap to an expert."""
+    if _on_gpu(ids):
+        from fsdp_symm.experts import device_routes
+
+        return device_routes.narrow(ids, num_experts)
     return torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(torch.int32)
 
 
@@ -97,6 +125,10 @@ def invert(table: torch.Tensor, num_rows: int) -> torch.Tensor:
 
     No row may be named twice.
     """
+    if _on_gpu(table):
+        from fsdp_symm.experts import device_routes
+
+        return device_routes.invert(table if table.dim() == 2 else table.reshape(-1, 1), num_rows, 1)
     flat = table.flatten()
     positions = torch.arange(flat.numel(), device=flat.device)
     result = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=flat.device)
@@ -105,6 +137,10 @@ def invert(table: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 def tokens_of(home: torch.Tensor, num_rows: int) -> torch.Tensor:
     """int64 ``[N]``: the token behind each row of the rank-major buffer, -1: none."""
+    if _on_gpu(home):
+        from fsdp_symm.experts import device_routes
+
+        return device_routes.invert(home, num_rows, max(home.shape[1], 1))
     return torch.div(invert(home, num_rows), max(home.shape[1], 1), rounding_mode="floor")
 
 
@@ -129,6 +165,13 @@ def arrange(
         alignment: each expert's rows are padded to a multiple of it, for grouped GEMMs.
         capacity: M. ``None``: as many rows as needed, which reads one number on the host.
     """
+    if _on_gpu(ids):
+        from fsdp_symm.experts import device_arrange
+
+        if device_arrange.arrangeable(ids, num_local, alignment, capacity):
+            return device_arrange.arrange(
+                ids, first_expert=first_expert, num_local=num_local, alignment=alignment, capacity=capacity
+            )
     local = ids.long() - first_expert
     key = torch.where((local >= 0) & (local < num_local), local, num_local).flatten()
     real = _count(key, num_local)
@@ -144,7 +187,34 @@ def arrange(
     row = torch.where(mine & (row < num_rows), row, -1)
     slots = torch.empty_like(row).scatter_(0, order, row).view(ids.shape)
     kept = ends.clamp(max=num_rows)
-    return Arrangement(kept.diff(prepend=kept.new_zeros(1)), invert(slots, num_rows), slots)
+    counts = kept.diff(prepend=kept.new_zeros(1))
+    return Arrangement(counts, invert(slots, num_rows), slots, (slots >= 0).sum().view(1))
+
+
+def needs(
+    table: torch.Tensor, laid: Arrangement, *, first: int, num_local: int, alignment: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What this rank's experts needed, and what there was no room for.
+
+    Args:
+        table: int64, for every rank the routes to each expert from column ``first`` on; may be on the host.
+        laid: the arrangement of the rows that came.
+        first, num_local: the columns of this rank's experts.
+        alignment: the arrangement's.
+
+    Returns:
+        int64 ``[1]`` each: rows, padding included, before any drop; routes that were dropped, here or on their way.
+    """
+    device = laid.kept.device
+    wanted = table[:, first : first + num_local]
+    if wanted.device != device:
+        wanted = wanted.sum(0, keepdim=True).to(device)
+    if _on_gpu(wanted):
+        from fsdp_symm.experts import device_arrange
+
+        return device_arrange.needs(wanted, laid.kept, alignment)
+    wanted = wanted.sum(0)
+    return align_up(wanted, alignment).sum().view(1), wanted.sum() - laid.kept
 
 
 def align_up(counts: torch.Tensor, alignment: int) -> torch.Tensor:
@@ -153,20 +223,28 @@ def align_up(counts: torch.Tensor, alignment: int) -> torch.Tensor:
 
 
 def gather_rows(
-    rows: torch.Tensor, index: torch.Tensor, *, fill: float = 0, out: torch.Tensor | None = None
+    rows: torch.Tensor, index: torch.Tensor, *, fill: float = 0, out: torch.Tensor | None = None, divisor: int = 1
 ) -> torch.Tensor:
-    """``out[i] = rows[index[i]]``, and ``fill`` where the index is -1.
+    """``out[i] = rows[index[i] // divisor]``, and ``fill`` where the index is -1.
 
     Args:
         rows: ``[N, F]``; rows that no index names are never read into the result, whatever they hold.
         index: int64 ``[M]``.
         fill: the value of missing rows.
         out: where to write ``[M, F]``; contiguous.
+        divisor: K where the index numbers routes and the rows belong to tokens.
     """
     if out is None:
         out = rows.new_empty((index.shape[0], rows.shape[1]))
+    if _on_gpu(rows, index, out):
+        from fsdp_symm.experts import device_rows
+
+        if device_rows.copyable(rows, index, out):
+            return device_rows.gather_rows(rows, index, fill, out, divisor)
     if rows.shape[0] == 0:
         return out.fill_(fill)
+    if divisor != 1:
+        index = torch.div(index, divisor, rounding_mode="floor")
     torch.index_select(rows, 0, index.clamp(min=0), out=out)
     return out.masked_fill_((index < 0).unsqueeze(1), fill)
 
@@ -182,6 +260,12 @@ def sum_rows(
         scale: fp32 ``[M]``.
         out: where to write ``[N, F]``.
     """
+    if _on_gpu(rows, index):
+        from fsdp_symm.experts import device_rows
+
+        if device_rows.summable(rows, index, scale, out):
+            out = rows.new_empty((index.shape[0], rows.shape[1])) if out is None else out
+            return device_rows.sum_rows(rows, index, scale, out)
     wide = torch.promote_types(rows.dtype, torch.float32)
     total = rows.new_zeros((index.shape[0], rows.shape[1]), dtype=wide)
     for column in index.unbind(1):
@@ -191,3 +275,31 @@ def sum_rows(
             term = term * gather_rows(scale.unsqueeze(1), column)
         total += term
     return total.to(rows.dtype) if out is None else out.copy_(total)
+
+
+def weigh_rows(
+    grads: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor, source: torch.Tensor, *, with_dots: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both gradients of ``scale[m] * rows[m]``, in fp32, zero for rows without a route.
+
+    Args:
+        grads: ``[M, F]``, gradients of the products.
+        rows: ``[M, F]``; padding may hold anything.
+        scale: fp32 ``[M]``.
+        source: int64 ``[M]``, -1: no route.
+        with_dots: whether the gradient of ``scale`` is wanted.
+
+    Returns:
+        ``[M, F]`` in the type of ``grads``, and fp32 ``[M]`` (``[0]`` when not wanted). Both can be differentiated
+        where torch records gradients; only elsewhere a kernel runs.
+    """
+    if _on_gpu(grads, rows, scale, source) and not torch.is_grad_enabled():
+        from fsdp_symm.experts import device_rows
+
+        if device_rows.weighable(grads, rows, scale):
+            return device_rows.weigh_rows(grads, rows, scale, source, with_dots)
+    real = source >= 0
+    weighed = torch.where(real.unsqueeze(1), grads.float() * scale.unsqueeze(1), 0.0).to(grads.dtype)
+    if not with_dots:
+        return weighed, scale.new_empty(0)
+    return weighed, torch.where(real, (grads.float() * rows.float()).sum(-1), 0.0)

@@ -46,24 +46,24 @@ def _copy_kernel(
     first = tl.load(table + 2 * COUNT + index)
     second = tl.load(table + 3 * COUNT + index)
     numel = tl.load(table + 4 * COUNT + index)
-    if ALIGNED:  # lets the compiler use 16-byte accesses
-        source = tl.multiple_of(source, 16)
-        first = tl.multiple_of(first, 16)
-        second = tl.multiple_of(second, 16)
+    inputs = source.to(tl.pointer_type(SOURCE))
+    outputs = first.to(tl.pointer_type(TARGET))
+    others = second.to(tl.pointer_type(TARGET))
+    if ALIGNED:  # lets the compiler use 16-byte accesses; said of an integer, it would be forgotten by the cast
+        inputs = tl.multiple_of(inputs, 16)
+        outputs = tl.multiple_of(outputs, 16)
+        others = tl.multiple_of(others, 16)
     start = (block - tl.load(table + index)) * BLOCK
     at = start + tl.arange(0, BLOCK)
-    inputs = source.to(tl.pointer_type(SOURCE)) + at
-    firsts_out = first.to(tl.pointer_type(TARGET)) + at
-    seconds_out = second.to(tl.pointer_type(TARGET)) + at
     if start + BLOCK <= numel:  # without a mask, which would forbid wide accesses
-        value = tl.load(inputs).to(TARGET)
-        tl.store(firsts_out, value)
-        tl.store(seconds_out, value)
+        value = tl.load(inputs + at).to(TARGET)
+        tl.store(outputs + at, value)
+        tl.store(others + at, value)
     else:
         mask = at < numel
-        value = tl.load(inputs, mask=mask).to(TARGET)
-        tl.store(firsts_out, value, mask=mask)
-        tl.store(seconds_out, value, mask=mask)
+        value = tl.load(inputs + at, mask=mask).to(TARGET)
+        tl.store(outputs + at, value, mask=mask)
+        tl.store(others + at, value, mask=mask)
 
 
 class _Kind(NamedTuple):

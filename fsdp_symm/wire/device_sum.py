@@ -22,6 +22,7 @@ from fsdp_symm.wire.reduce import accumulation_dtype, op_name
 
 _BLOCK_BYTES = 32768  # of every rank's piece that a program sums at once: enough in flight to hide the memory's latency
 _WARPS = 16
+_VECTOR_BYTES = 16  # widest access of a thread
 # So many programs walk over a piece: enough to keep up with a link, few enough to leave most SMs to the model.
 PROGRAMS = 32
 _Op = compat.ReduceOpKind
@@ -31,6 +32,42 @@ _TL_DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
+
+
+@triton.jit
+def _sum_block(  # noqa: ANN202
+    own,  # noqa: ANN001
+    rows,  # noqa: ANN001
+    at,  # noqa: ANN001
+    numel,  # noqa: ANN001
+    RANK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    MASKED: tl.constexpr,  # a mask forbids wide accesses
+    BLOCK: tl.constexpr,
+):
+    total = tl.zeros((BLOCK,), dtype=ACCUMULATE)
+    for rank in tl.static_range(WORLD_SIZE):  # type: ignore[general-type-issues]  # the stub calls it no iterator
+        if rank == RANK:
+            source = own
+        elif rank < RANK:
+            source = rows + rank * numel
+        else:
+            source = rows + (rank - 1) * numel
+        value = tl.load(source + at, mask=at < numel) if MASKED else tl.load(source + at)
+        total = value.to(ACCUMULATE) if rank == 0 else total + value.to(ACCUMULATE)
+    return total
+
+
+@triton.jit
+def _scaled(total, SCALE_BITS: tl.constexpr, DIVIDE: tl.constexpr, ACCUMULATE: tl.constexpr):  # noqa: ANN001, ANN202
+    scale = tl.full((1,), SCALE_BITS, tl.int64).to(tl.float64, bitcast=True).to(ACCUMULATE)
+    if not DIVIDE:
+        return total * scale
+    elif ACCUMULATE == tl.float32:  # noqa: SIM300 - triton compares the other way round too, but reads worse
+        return tl.div_rn(total, scale)
+    else:
+        return total / scale
 
 
 @triton.jit
@@ -50,32 +87,21 @@ def _sum_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    address = tl.load(output_word)
-    if ALIGNED:  # lets the compiler use 16-byte accesses
-        address = tl.multiple_of(address, 16)
-    output = address.to(tl.pointer_type(OUTPUT)) + first
+    output = tl.load(output_word).to(tl.pointer_type(OUTPUT)) + first
     own = own_address.to(tl.pointer_type(DTYPE))
     rows = rows_address.to(tl.pointer_type(DTYPE))
-    scale = tl.full((1,), SCALE_BITS, tl.int64).to(tl.float64, bitcast=True).to(ACCUMULATE)
+    if ALIGNED:  # lets the compiler use 16-byte accesses; said of an integer, it would be forgotten by the cast
+        output = tl.multiple_of(output, 16)
+        own = tl.multiple_of(own, 16)
+        rows = tl.multiple_of(rows, 16)
     for block in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)  # a piece is far below 2**31 elements
-        mask = at < numel
-        total = tl.zeros((BLOCK,), dtype=ACCUMULATE)
-        for rank in tl.static_range(WORLD_SIZE):  # type: ignore[general-type-issues]  # the stub calls it no iterator
-            if rank == RANK:
-                value = tl.load(own + at, mask=mask)
-            elif rank < RANK:
-                value = tl.load(rows + rank * numel + at, mask=mask)
-            else:
-                value = tl.load(rows + (rank - 1) * numel + at, mask=mask)
-            total = value.to(ACCUMULATE) if rank == 0 else total + value.to(ACCUMULATE)
-        if not DIVIDE:
-            total = total * scale
-        elif ACCUMULATE == tl.float32:  # noqa: SIM300 - triton compares the other way round too, but reads worse
-            total = tl.div_rn(total, scale)
+        if (block + 1) * BLOCK <= numel:
+            total = _sum_block(own, rows, at, numel, RANK, WORLD_SIZE, ACCUMULATE, False, BLOCK)
+            tl.store(output + at, _scaled(total, SCALE_BITS, DIVIDE, ACCUMULATE).to(OUTPUT))
         else:
-            total = total / scale
-        tl.store(output + at, total.to(OUTPUT), mask=mask)
+            total = _sum_block(own, rows, at, numel, RANK, WORLD_SIZE, ACCUMULATE, True, BLOCK)
+            tl.store(output + at, _scaled(total, SCALE_BITS, DIVIDE, ACCUMULATE).to(OUTPUT), mask=at < numel)
 
 
 def summable(op: Any, dtype: torch.dtype) -> bool:
@@ -139,6 +165,7 @@ class PieceSum:
         width = self.dtype.itemsize
         numel = nbytes // width
         block = _BLOCK_BYTES // width
+        aligned = aligned and all(n % _VECTOR_BYTES == 0 for n in (own, rows, start, nbytes))
         _sum_kernel[(min(PROGRAMS, triton.cdiv(numel, block)),)](
             output_word,
             own,

@@ -62,23 +62,24 @@ train() {
   done
 }
 
-# Seconds are estimates for two H200s, imports and profiles included.
-attempt "doctor_$w" "doctor_$w.txt" 30 "${torchrun[@]}" -m fsdp_symm.cli doctor
-attempt "doctor_json_$w" "doctor_$w.json" 30 "${torchrun[@]}" -m fsdp_symm.cli doctor --json
-bench "unshard_$w" "$ranks" 80 unshard --mib 8,32,64,128,256
-bench "reduce_scatter_$w" "$ranks" 90 reduce-scatter --mib 8,32,64,128,256 --pieces 2,4,8
-bench "fsdp_step_$w" "$ranks" 120 fsdp-step --widths 4096x4 --steps 10 --profiled-steps 5
-# three variants alive: four hold 93 GiB of masters and optimizer states on each of two ranks
-[ "$ranks" -gt "$gpus" ] || bench "fsdp_step_d8192_$w" "$ranks" 160 fsdp-step --widths 8192x3 --steps 10 --profiled-steps 3 --alive 3
-bench "experts_$w" "$ranks" 130 experts --device cuda --experts 64x6,256x8 --tokens 4096 --hidden 2048
-
 ep=(--override "parallelism.expert_parallel_degree=$ranks")
 cut=()
 [ -z "$layers" ] || cut=(--override "model.layers=$layers")
-train 50 debug_dense_gpu "symm plain native"
+
+# Seconds are estimates for two H200s, imports and profiles included.
+attempt "doctor_$w" "doctor_$w.txt" 30 "${torchrun[@]}" -m fsdp_symm.cli doctor
+bench "fsdp_step_$w" "$ranks" 100 fsdp-step --widths 4096x4 --tokens 2048 --steps 30 --profiled-steps 3
+bench "unshard_$w" "$ranks" 100 unshard --mib 8,32,64,128,256
+bench "reduce_scatter_$w" "$ranks" 70 reduce-scatter --mib 8,32,64,128,256
+bench "experts_$w" "$ranks" 70 experts --device cuda --experts 64x6 --tokens 4096 --hidden 2048
 train 60 debug_moe_gpu "symm+copy_engine plain+torchtitan symm+all_to_all native+torchtitan" "${ep[@]}"
 train 100 llama3_8b "symm plain native" "${cut[@]}"
 train 120 moe_16b "symm+copy_engine plain+torchtitan native+torchtitan" "${ep[@]}" "${cut[@]}"
+# three variants alive: four hold 93 GiB of masters and optimizer states on each of two ranks
+[ "$ranks" -gt "$gpus" ] || bench "fsdp_step_d8192_$w" "$ranks" 160 fsdp-step --widths 8192x3 --steps 10 --profiled-steps 3 --alive 3
+bench "experts_e256_$w" "$ranks" 90 experts --device cuda --experts 256x8 --tokens 4096 --hidden 2048
+train 50 debug_dense_gpu "symm plain native"
+attempt "doctor_json_$w" "doctor_$w.json" 30 "${torchrun[@]}" -m fsdp_symm.cli doctor --json
 
 if [ "${DRY_RUN:-}" != 1 ]; then
   "$python" -m fsdp_symm.cli bench summary "$out" || status=1

@@ -180,15 +180,16 @@ def test_the_script_runs_everything_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(call[:4] == [*OFF, "|"] for call in calls), "multicast is off, and nothing else is set"
     names = [line.split(":")[0] for line in done.stdout.splitlines()[:-1]]
-    assert names[:6] == ["doctor_w2", "doctor_json_w2", "unshard_w2", "reduce_scatter_w2", "fsdp_step_w2",
-                         "fsdp_step_d8192_w2"]  # fmt: skip
-    assert names[6] == "experts_w2"
+    assert names[:5] == [f"{name}_w2" for name in ("doctor", "fsdp_step", "unshard", "reduce_scatter", "experts")]
     trained = [name for name in names if name.startswith("train_")]
-    assert names == names[:7] + trained
+    more = ["fsdp_step_d8192_w2", "experts_e256_w2"]
+    assert names == [*names[:5], *trained[:10], *more, *trained[10:], "doctor_json_w2"]
+    models = list(dict.fromkeys(name.split("_")[1] + name.split("_")[2] for name in trained))
+    assert models == ["debugmoe", "llama38b", "moe16b", "debugdense"]
     for model in ("debug_dense_gpu", "debug_moe_gpu", "llama3_8b", "moe_16b"):
         switches = {name.removeprefix(f"train_{model}_").split("_")[0] for name in trained if model in name}
         assert switches == {"symm", "plain", "native"}
-    csvs = {f"{name}.csv" for name in names[2:7]} | {"train_w2.csv"}
+    csvs = {f"{name}.csv" for name in [*names[1:5], *more, "train_w2"]}
     assert _products(tmp_path / "out") == csvs | {"doctor_w2.txt", "doctor_w2.json"} | {f"{n}.txt" for n in trained}
     assert "doctor --json" in (tmp_path / "out/doctor_w2.json").read_text()
     kinds = {nvlink_tables._NAME.fullmatch(Path(name).stem) for name in csvs}
@@ -243,7 +244,7 @@ def test_the_script_goes_on_after_a_failure_and_within_its_time(tmp_path: Path) 
     fresh.mkdir()
     done, calls = _run(fresh, str(fresh / "out"), "55")
     assert done.returncode == 1
-    assert "unshard_w2: not started, about 80 s are needed and 55 s are left" in done.stdout
+    assert "fsdp_step_w2: not started, about 100 s are needed and " in done.stdout
     assert {name for call in calls for name in call if name in ("doctor", "configs/debug_dense_gpu.toml")} == {
         "doctor",
         "configs/debug_dense_gpu.toml",
@@ -279,7 +280,7 @@ def test_a_dry_run_prints_the_commands_and_starts_none(words: list[str], tmp_pat
     lines = done.stdout.splitlines()
     assert {f"export {setting}" for setting in OFF} <= set(lines)
     commands = [line for line in lines if not line.startswith("export")]
-    assert len(commands) == 20
+    assert len(commands) == 21
     assert all(" so far): timeout -k 45 " in line for line in commands)
     assert all("--nproc-per-node 2" in line or "--ranks 2" in line for line in commands)
     assert "MULTI_RANK" not in done.stdout

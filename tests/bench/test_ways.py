@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp_symm.bench import launch, reduce_scatter, schema, unshard, way_tables
+from fsdp_symm.bench import reduce_scatter, schema, unshard, way_tables
 from fsdp_symm.bench.launch import World, run_ranks
+from fsdp_symm.bench.profiling import Seen
 from fsdp_symm.bench.reduce_scatter import ReduceBench, Result, Task
-from fsdp_symm.bench.timing import Beside, Clock, Timed, Way, check, covered, ratios, spread
+from fsdp_symm.bench.timing import Timed, Way, check
 from fsdp_symm.bench.unshard import Arenas, UnshardBench, make_ways
 from fsdp_symm.bench.unshard_block import BlockShards, Parameters
 from fsdp_symm.cli import main
-from fsdp_symm.errors import SymmMemError, SymmMemTimeoutError, SymmMemUnavailableError
+from fsdp_symm.errors import SymmMemError, SymmMemUnavailableError
 
 CPU = torch.device("cpu")
 
@@ -42,20 +43,28 @@ def test_a_scaled_block_has_the_wanted_bytes(world_size: int, mib: int) -> None:
     assert [b.nbytes for b in shards.plan(0).by_peer[1]] == [2 * n for n in shards.numels]
 
 
+def _inside(line: dict[str, Any], name: str) -> bool:
+    return 0 < line[f"{name}_min"] <= line[name] <= line[f"{name}_max"]
+
+
 def test_unshard_measures_every_way(tmp_path: Path) -> None:
     lines = unshard.measure(UnshardBench(2, (0.25, 2), "the command", tmp_path / "traces", "cpu"))
     assert {p.name for p in (tmp_path / "traces").iterdir()} == {f"unshard_w2_{mib}mib.json.gz" for mib in (0, 2)}
     assert [x["variant"] for x in lines] == [unshard.DIRECT, unshard.PLAIN, unshard.NCCL, unshard.STAGED] * 2
     for x in lines:
         assert 0 < x["min_us"] <= x["median_us"] <= x["max_us"]
-        assert x["vs_direct_min"] <= x["vs_direct"] <= x["vs_direct_max"]
-        assert x["host_us"] > 0
         assert (x["parameters"], x["n"], x["command"]) == (9, 5, "the command")
-        assert 0 < x["exchange_us_min"] <= x["exchange_us"] <= x["exchange_us_max"]
-        assert x["exchange_host_us"] > 0
-        assert x["exchange_vs_direct_min"] <= x["exchange_vs_direct"] <= x["exchange_vs_direct_max"]
+        measured = ("vs_direct", "exchange_us", "exchange_vs_direct", "place_us", "place_vs_direct")
+        assert all(_inside(x, name) for name in (*measured, "host_us", "exchange_host_us", "place_host_us"))
         assert x["gb_per_s"] == pytest.approx(x["bytes"] / x["exchange_us"] / 1e3, abs=0.1)
-        assert (x["vs_direct"] == x["exchange_vs_direct"] == 1.0) == (x["variant"] == unshard.DIRECT)
+        is_direct = x["variant"] == unshard.DIRECT
+        assert (x["vs_direct"] == x["exchange_vs_direct"] == x["place_vs_direct"] == 1.0) == is_direct
+        assert (x["exchange_us"], x["exchange_host_us"]) != (x["place_us"], x["place_host_us"]) or is_direct
+        assert {"place_under_gemm_us_max", "place_gemm_slowdown_pct_min"} < set(x)
+    direct = lines[0]
+    assert all(
+        direct[f"exchange_{part}"] == direct[f"place_{part}"] for part in ("us", "us_min", "host_us", "vs_direct")
+    )
     path = tmp_path / "unshard.csv"
     schema.write_lines(path, lines)
     assert [r.variant for r in schema.read(path)] == [x["variant"] for x in lines]
@@ -98,13 +107,79 @@ def _swapped(world: World, _: None) -> list[str]:
     return errors
 
 
+def _half_placed(world: World, _: None) -> list[str]:
+    """A placing without its all-gather, and one without its copy-out."""
+    shards = BlockShards.scaled(2**18, world.size)
+    whole = torch.empty(shards.nbytes * world.size // 2, dtype=torch.bfloat16)
+    parameters, errors = Parameters(world, shards), []
+    take = unshard.take_from_group(world, world.plain, whole)
+    for halved in ("gather", "copy"):
+        used = take if halved == "copy" else lambda: (whole, lambda: None)
+        staged = unshard.Staged(world, shards, parameters, used, 1)
+        *_, placing = staged.ways("way")
+        run = placing.run if halved == "gather" else take()[1]
+        check(world, [unshard.Staged(world, shards, parameters, take, 1).ways("right")[2]], "unshard")
+        with pytest.raises(SymmMemError) as error:
+            check(world, [replace(placing, run=run)], "unshard")
+        errors.append(str(error.value))
+    return errors
+
+
+def test_a_placing_needs_its_all_gather_and_its_copy_out() -> None:
+    gather, copy = run_ranks(_half_placed, None, ranks=2, device_type="cpu", what="test")
+    assert "unshard by way, placing: a wrong result on ranks [0, 1]" in gather
+    assert "parameter 0, shard of rank 1" in gather  # its own chunk lies where it should
+    assert "parameter 0, shard of rank 0" in copy
+
+
+class _Script:
+    """A clock that times nothing."""
+
+    product_us = 7.0
+
+    def time_all(self, ways: list[Way], beside: list[str]) -> dict[str, Timed]:
+        us = {way.name: [float(2 + index)] for index, way in enumerate(ways)}
+        return {
+            name: Timed(some, [9.0], *([[some[0] * 10], [5.0]] if name in beside else [])) for name, some in us.items()
+        }
+
+
+def test_whole_and_placing_run_beside_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["direct", "direct, exchange", "staged", "staged, exchange", "staged, placing"]
+    ways = [Way(name, lambda: None, lambda: None, lambda: None) for name in names]
+    monkeypatch.setattr(unshard, "make_ways", lambda *_: ways)
+    monkeypatch.setattr(unshard, "check", lambda *_: None)
+    monkeypatch.setattr(unshard, "profile_ways", lambda *_: dict.fromkeys(names, Seen()))
+    shards = BlockShards.scaled(2**18, 2)
+    bench = UnshardBench(2, (0.25,), device_type="cpu")
+    direct, staged = unshard._measure_size(_alone(), _Script(), bench, shards, None)  # type: ignore[arg-type]
+    assert [direct[name] for name in ("median_us", "exchange_us", "place_us", "place_vs_direct")] == [
+        2.0,
+        3.0,
+        3.0,
+        1.0,
+    ]
+    assert [staged[name] for name in ("median_us", "exchange_us", "place_us", "place_vs_direct")] == [
+        4.0,
+        5.0,
+        6.0,
+        2.0,
+    ]
+    assert [x["under_gemm_us"] for x in (direct, staged)] == [20.0, 40.0]
+    assert [x["place_under_gemm_us"] for x in (direct, staged)] == [30.0, 60.0]
+    assert [x["place_gemm_slowdown_pct"] for x in (direct, staged)] == [5.0, 5.0]
+    assert staged["exchange_vs_direct"] == round(5 / 3, 3)
+
+
 def test_unshard_finds_wrong_bytes() -> None:
     nothing, swapped, *idle = run_ranks(_swapped, None, ranks=3, device_type="cpu", what="test")
     assert "unshard by nothing: a wrong result on ranks [0, 1, 2]; nothing was timed" in nothing
     assert "parameter 0, shard of rank 0" in nothing
     assert "a wrong result on ranks [2]" in swapped
     assert "a right result on this rank" in swapped
-    names = [f"{way}{part}" for way in ("direct", "plain NCCL", "NCCL window", "staged") for part in ("", ", exchange")]
+    names = ["direct", "direct, exchange"]
+    staged = ("plain NCCL", "NCCL window", "staged")
+    names += [f"{way}{part}" for way in staged for part in ("", ", exchange", ", placing")]
     assert len(idle) == len(names)
     for name, text in zip(names, idle, strict=True):
         assert f"unshard by {name}: a wrong result on ranks [0, 1, 2]" in text
@@ -117,42 +192,62 @@ def test_unshard_finds_wrong_bytes() -> None:
 
 
 def test_reduce_scatter_measures_every_way(tmp_path: Path) -> None:
-    lines = reduce_scatter.measure(ReduceBench(2, (0.25,), (2.0,), "the command", None, "cpu"))
-    assert {(x["dtype"], x["op"]) for x in lines} == {(d, o) for d in ("float32", "bfloat16") for o in ("SUM", "AVG")}
-    assert {x["bytes"] for x in lines} == {2**18}
+    lines = reduce_scatter.measure(ReduceBench(2, (0.25,), (), "the command", tmp_path / "traces", "cpu"))
+    kinds = {"float32": 2**18, "bfloat16": 2**18, "bfloat16 in float32": 2**17}
+    found = [(x["dtype"], x["op"], x["variant"]) for x in lines]
+    ways = (("SUM", "host"), ("SUM", "plain NCCL"), ("AVG", "host"))
+    assert found == [(kind, *way) for kind in kinds for way in ways]
     for x in lines:
+        assert x["bytes"] == 2**18
+        assert x["wire_bytes"] == (kinds[x["dtype"]] if x["variant"] == "host" else 2**18)
+        assert x["gb_per_s"] == pytest.approx(x["wire_bytes"] / x["median_us"] / 1e3, abs=0.06)
         assert x["vs_symmetric"] > 0
         assert x["usual"] == (x["variant"] == "host")
     schema.write_lines(tmp_path / "r.csv", lines)
     assert len(schema.read(tmp_path / "r.csv")) == len(lines)
+    assert (tmp_path / "traces/reduce_scatter_w2_0mib_bfloat16_in_float32_avg.json.gz").exists()
 
 
 class _Pulling:
-    """A wire that notes what it was told to do."""
+    """A wire that notes what it was told to do, and with what."""
 
-    def __init__(self, engine: str) -> None:
-        self.reduce_scatter_way = "nccl"
-        self.engine = engine
-        self.calls: list[tuple[str, int]] = []
+    def __init__(self, engine: str = "copy_engine", widens: bool = True) -> None:
+        self.reduce_scatter_way = "auto"
+        self.engine, self.can_widen = engine, widens
+        self.calls: list[tuple[str, int | None, torch.dtype]] = []
+        self.fails = False
+
+    @property
+    def widens(self) -> bool:
+        return self.can_widen and self.reduce_scatter_way == "copy_engine"
 
     def reduce_engine(self, input_: torch.Tensor, op: object) -> str:
         return self.engine if self.reduce_scatter_way == "copy_engine" else "nccl"
 
-    def reduce_scatter(self, *args: Any, **kwargs: Any) -> None:
+    def reduce_scatter(self, output: torch.Tensor, input_: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         from fsdp_symm.wire import pull_reduce
 
-        self.calls.append((self.reduce_scatter_way, pull_reduce.PIECE_BYTES))
-        if len(self.calls) == 3:
+        assert input_.numel() == 2 * output.numel()
+        self.input = input_
+        self.calls.append((self.reduce_scatter_way, pull_reduce.PIECE_BYTES, input_.dtype))
+        if self.fails:
             raise KeyboardInterrupt
 
 
 class _Slots:
-    """An arena that hands out ordinary memory."""
+    """An arena of ordinary memory with a wire that notes."""
 
     group = type("G", (), {"size": staticmethod(lambda: 2)})
 
+    def __init__(self, group: object = None, rings: Any = (), **more: Any) -> None:
+        self.wire = _Pulling()
+        self._memory = torch.zeros(rings[0].slot_bytes if rings else 2**20, dtype=torch.uint8)
+
+    def acquire(self, role: str, nbytes: int, *, owner: str) -> torch.Tensor:
+        return self._memory[:nbytes]
+
     def acquire_lease(self, role: str, nbytes: int, *, owner: str) -> tuple[torch.Tensor, None]:
-        return torch.empty(nbytes, dtype=torch.uint8), None
+        return self._memory[:nbytes], None
 
     def next_epoch(self, lease: None) -> int:
         return 1
@@ -161,32 +256,87 @@ class _Slots:
 def test_pieces_of_any_size_run_on_the_arena_s_wire(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdp_symm.wire import pull_reduce
 
-    usual, wire = pull_reduce.PIECE_BYTES, _Pulling("copy_engine")
-    monkeypatch.setattr(reduce_scatter, "wire_of", lambda arena: wire)
-    pieces = reduce_scatter._Pieces(_Slots())  # type: ignore[arg-type]
+    arena = _Slots()
+    wire = arena.wire
+    monkeypatch.setattr(reduce_scatter, "wire_of", lambda arena: arena.wire)
+    monkeypatch.setattr(pull_reduce, "PIECE_BYTES", 77)  # whatever it was comes back, and does not pass for the rule
+    pieces = reduce_scatter._Pieces(arena)  # type: ignore[arg-type]
     task, output = Task(1024, torch.float32, "SUM"), torch.empty(1024)
-    pieces.check(task, output)
+    pieces.check(task, _alone())
     pieces.run(2, task, output)
-    pieces.run(0.5, task, output)
+    pieces.run(None, task, output)
+    wire.fails = True
     with pytest.raises(KeyboardInterrupt):
-        pieces.run(8, task, output)
-    assert wire.calls == [("copy_engine", 2 << 20), ("copy_engine", 1 << 19), ("copy_engine", 8 << 20)]
-    assert (wire.reduce_scatter_way, pull_reduce.PIECE_BYTES) == ("nccl", usual)
-    assert pieces.usual == reduce_scatter.pulls_name(usual / 2**20)
+        pieces.run(0.5, task, output)
+    assert wire.calls == [("copy_engine", piece, torch.float32) for piece in (2 << 20, None, 1 << 19)]
+    assert (wire.reduce_scatter_way, pull_reduce.PIECE_BYTES) == ("auto", 77)
 
+    wire.can_widen = False
+    pieces.check(task, _alone())
+    with pytest.raises(SymmMemUnavailableError, match=r"bfloat16 in float32 a rank [\s\S]*a wire that does not widen"):
+        pieces.check(Task(1024, torch.float32, "AVG", torch.bfloat16), _alone())
     wire.engine = "nccl"
     with pytest.raises(SymmMemUnavailableError, match="it would run on nccl"):
-        pieces.check(task, output)
+        pieces.check(task, _alone())
+    assert wire.reduce_scatter_way == "auto"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+class _AsOnGpus(World):
+    """A rank that takes the way of GPUs, and meets nobody."""
+
+    on_gpu = True  # type: ignore[assignment]
+
+    def meet(self) -> None:
+        pass
+
+
+def test_every_way_on_gpus_gets_its_own_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain: list[torch.Tensor] = []
+    monkeypatch.setattr(reduce_scatter, "SymmMemArena", _Slots)
+    monkeypatch.setattr(reduce_scatter, "wire_of", lambda arena: arena.wire)
+    monkeypatch.setattr(reduce_scatter, "_plain", lambda group, output, whole, op: plain.append(whole))
+    world = _AsOnGpus(0, 2, CPU, None, None)  # type: ignore[arg-type]
+    machinery = reduce_scatter.Machinery(world, 2**14, (0.5,))
+    for dtype, gradients in reduce_scatter.KINDS:
+        task = Task(4096 // dtype.itemsize, dtype, "AVG", gradients)
+        symmetric, nccl, *pulls = ways = machinery.make_ways(task)
+        assert [way.name for way in ways] == [
+            "symmetric kernel",
+            "plain NCCL",
+            *map(reduce_scatter.pulls_name, (None, 0.5)),
+        ]
+        assert ways[2].name == "copy engine"
+        numbers = torch.cat([task.chunk(0, receiver, CPU) for receiver in range(2)])
+        assert numbers.dtype == gradients
+        (first, second), index = machinery._arenas, int(dtype != gradients)
+        for way, arena, told in zip(
+            (symmetric, *pulls),
+            (first, machinery._arenas[index], machinery._arenas[index]),
+            (("nccl", None, dtype), ("copy_engine", None, gradients), ("copy_engine", 1 << 19, gradients)),
+            strict=True,
+        ):
+            way.run()
+            assert arena.wire.calls[-1] == told
+            assert torch.equal(arena.wire.input, numbers.to(told[2]))
+        nccl.run()
+        assert torch.equal(plain[-1], numbers.to(dtype))
+        assert plain[-1].dtype == dtype
+        sizes = [task.wire_nbytes(way.name) for way in ways]
+        assert sizes == [4096, 4096, *[4096 * gradients.itemsize // dtype.itemsize] * 2]
+    assert first.wire.reduce_scatter_way == "nccl"
+    assert len(second.wire.calls) == 2
+
+
+@pytest.mark.parametrize(("dtype", "gradients"), reduce_scatter.KINDS)
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_tolerance_knows_another_order_from_a_lost_rank(dtype: torch.dtype, op: str, size: int) -> None:
-    task, world = Task(4096, dtype, op), _alone(1, size)
+def test_the_tolerance_knows_another_order_from_a_lost_rank(
+    dtype: torch.dtype, gradients: torch.dtype, op: str, size: int
+) -> None:
+    task, world = Task(4096, dtype, op, gradients), _alone(1, size)
     result = Result(task, world)
     scale = size if op == "AVG" else 1
-    chunks = [task.chunk(sender, 1, CPU) for sender in range(size)]
+    chunks = [task.chunk(sender, 1, CPU).to(dtype) for sender in range(size)]
 
     backwards = chunks[-1].clone()  # rounded after every addition
     for chunk in chunks[-2::-1]:
@@ -203,173 +353,6 @@ def test_the_tolerance_knows_another_order_from_a_lost_rank(dtype: torch.dtype, 
     result.poison()
     assert "an element is nan off" in (result.wrong_values() or "")
     assert "4096 of 4096 elements differ" in (result.wrong_bits() or "")
-
-
-# --- timing ------------------------------------------------------------------------------------------------
-
-
-def test_numbers() -> None:
-    assert covered(1.0, 3.0, [(0.0, 1.5), (2.5, 9.0)]) == 1.0
-    assert covered(1.0, 3.0, []) == 0.0
-    assert ratios([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == (2.0, 1.0, 3.0)
-    assert spread("x", [3.0, 1.04, 2.0], 1) == {"x": 2.0, "x_min": 1.0, "x_max": 3.0}
-    assert spread("x", [], 1) == {"x": "", "x_min": "", "x_max": ""}
-
-
-class _TwoRanks(World):
-    """This rank and a twin of it."""
-
-    def meet(self) -> None:
-        """Nobody to meet."""
-
-    def all_values(self, values: list[float]) -> list[list[float]]:
-        return [values, values]
-
-
-class _Scripted(Clock):
-    """Products and groups of calls at given times instead of on a device."""
-
-    script: tuple[float, list[tuple[float, float]], list[tuple[float, float]]]
-
-    def _queue_beside(self, way: Way, plan: Beside, head: int) -> Any:
-        return self.script
-
-
-def test_only_products_beside_calls_count() -> None:
-    clock = _Scripted(_TwoRanks(0, 2, CPU, None, None))  # type: ignore[arg-type]
-    timed = Timed(alone=[50.0], host=[10.0])
-    # the second product is half alone and the third quite; the last group of calls has no product beside it
-    products = [(100.0, 220.0), (220.0, 330.0), (400.0, 500.0)]
-    clock.script = (100.0, products, [(90.0, 200.0), (200.0, 270.0), (510.0, 600.0)])
-    way = Way("w", lambda: None, lambda: None, lambda: None)
-    clock._beside(way, timed, [100.0, 96.0])
-    assert timed.beside == 2  # one on each rank
-    assert timed.slowdown == [pytest.approx(((120 / 100 + 120 / 96) / 2 - 1) * 100)]
-    # of groups of so many calls: 110 and 70; the third is beside nothing
-    assert timed.under == [90.0 / Beside.of(clock.product_us, 50.0).calls]
-
-    clock.script = (0.0, [(0.0, 10.0)], [(50.0, 60.0)])
-    clock._beside(way, timed, [100.0, 96.0])
-    assert len(timed.slowdown) == len(timed.under) == 1
-
-
-def test_products_and_calls_last_about_as_long() -> None:
-    assert Beside.of(100.0, 30.0) == Beside(12, 12, 4)
-    assert Beside.of(100.0, 1.0) == Beside(12, 12, 16)
-    for call_us in (150.0, 900.0, 4000.0):
-        plan = Beside.of(100.0, call_us)
-        assert plan.calls == 1
-        assert plan.products * 100.0 >= 3 * call_us  # some calls lie wholly beside products
-        assert plan.groups * call_us >= 1.2 * plan.products * 100.0
-    assert Beside.of(1.0, 1e6).products == 200
-
-
-class _Logged(Clock):
-    """Notes the order of products and calls."""
-
-    def __init__(self) -> None:
-        super().__init__(_TwoRanks(0, 2, CPU, None, None))  # type: ignore[arg-type]
-        self.log: list[str] = []
-        self._product.run = lambda: self.log.append("product")  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_calls_that_wait_come_behind_all_products(waits: bool) -> None:
-    clock = _Logged()
-    way = Way("w", lambda: clock.log.append("call"), lambda: None, lambda: None, waits)
-    _, products, groups = clock._queue_beside(way, Beside(4, 2, 2), 0)
-    assert (len(products), len(groups)) == (4, 2)
-    two_calls = ["call"] * 2
-    if waits:
-        assert clock.log == ["product"] * 4 + two_calls * 2
-    else:
-        assert clock.log == [*two_calls, "product", "product"] * 2
-
-
-def test_only_chosen_ways_run_beside_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, beside = _Logged(), []
-    queue = Clock._beside
-
-    def noted(self: Clock, way: Way, *rest: Any) -> None:
-        beside.append(way.name)
-        queue(self, way, *rest)
-
-    monkeypatch.setattr(Clock, "_beside", noted)
-    ways = [Way(name, lambda: time.sleep(0.0005), lambda: None, lambda: None) for name in ("a", "b")]
-    times = clock.time_all(ways, beside=["b"])
-    assert times["a"].under == times["a"].slowdown == []
-    assert set(beside) == {"b"}
-    assert len(times["a"].alone) == len(times["b"].alone) == 5
-    beside.clear()
-    assert clock.time_all(ways, beside=())["b"].beside == 0
-    assert beside == []
-
-
-def test_policies_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "cta_policy", lambda group, device: "zero")
-    with pytest.raises(SymmMemError, match="found: zero for symmetric memory, zero for plain NCCL"):
-        launch._check_policies(_alone())
-
-
-# --- profiles ----------------------------------------------------------------------------------------------
-
-
-def test_a_profile_is_split_by_step() -> None:
-    from fsdp_symm.bench.profiling import split
-    from fsdp_symm.trace.model import DeviceRow, Step, Trace
-
-    def row(what: Any, name: str, start: float, nbytes: int | None = None, blocks: int | None = None) -> DeviceRow:
-        grid = None if blocks is None else (blocks, 1, 1)
-        return DeviceRow(what, name, 0, "7", start, start + 10.0, None, None, 0, nbytes, grid, None)
-
-    trace = Trace("t", num_sms=100, steps=[Step(0, 0.0, 100.0), Step(1, 100.0, 200.0)])
-    trace.device_rows = [
-        row("copy", "Memcpy DtoD (Device -> Device)", 5.0, 2**20),
-        row("copy", "Memcpy DtoD (Device -> Device)", 20.0, 4),
-        row("kernel", "_sum_kernel", 40.0, blocks=5000),
-        row("copy", "Memcpy DtoD (Device -> Device)", 105.0, 4),
-        row("kernel", "ncclSymkDevKernel_ReduceScatter_LD_sum_bf16", 120.0, blocks=16),
-    ]
-    trace.device_rows.append(row("copy", "Memcpy DtoH (Device -> Pageable)", 140.0, 8))
-    runtime = [(10.0, "cudaLaunchKernel"), (141.0, "cudaStreamSynchronize"), (150.0, "cudaEventSynchronize")]
-    runtime += [(160.0, "cudaDeviceSynchronize"), (260.0, "cudaStreamSynchronize")]  # the step's own end, and outside
-    for start, name in runtime:
-        trace.launches.start_us.append(start)
-        trace.launches.name.append(name)
-    ways = [Way(name, lambda: None, lambda: None, lambda: None) for name in ("pulls", "symmetric")]
-    seen = split(trace, ways)
-    pulls = {"engine": "copy engine", "sm_us": round(1000 / 3, 1), "kernels": 0.33, "host_reads": 0.0}
-    assert seen["pulls"].columns() == pulls | {"host_waits": 0.0}
-    kernel = {"engine": "symmetric kernel", "sm_us": round(160 / 3, 1), "kernels": 0.33, "host_reads": 0.33}
-    assert seen["symmetric"].columns() == kernel | {"host_waits": 0.67}
-    with pytest.raises(SymmMemError, match="one step a way"):
-        split(trace, ways[:1])
-
-
-# --- ranks -------------------------------------------------------------------------------------------------
-
-
-def _fail(world: World, _: None) -> None:
-    if world.rank == 1:
-        raise ValueError("a [word] of rank 1")
-    time.sleep(0.2)
-
-
-def _sleep(world: World, _: None) -> None:
-    time.sleep(60)
-
-
-def test_a_failing_rank_speaks() -> None:
-    with pytest.raises(SymmMemError, match=r"the bench: a rank failed; its own words:[\s\S]*a \[word\] of rank 1"):
-        run_ranks(_fail, None, ranks=2, device_type="cpu", what="the bench")
-
-
-def test_ranks_that_do_not_end_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "RUN_TIMEOUT_S", 5.0)
-    start = time.monotonic()
-    with pytest.raises(SymmMemTimeoutError, match="still running after 5 s"):
-        run_ranks(_sleep, None, ranks=2, device_type="cpu", what="the bench")
-    assert time.monotonic() - start < 30
 
 
 # --- commands ----------------------------------------------------------------------------------------------

@@ -23,14 +23,15 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 def test_sum(monkeypatch: Any, dtype: torch.dtype, world_size: int, op: Any) -> None:
     numel = 9000
     own, rows = torch.empty(numel, dtype=dtype), torch.empty((world_size - 1, numel), dtype=dtype)
-    output = torch.empty(numel, dtype=dtype)
-    word, nbytes = torch.tensor([output.data_ptr()]), numel * dtype.itemsize
-    piece = device_sum.PieceSum.of(op, dtype, 0, world_size)
-    for aligned in (False, True):
+    word, nbytes = torch.tensor([2**40]), numel * dtype.itemsize
+    for aligned, output in ((False, dtype), (True, dtype), (True, torch.float32)):
+        piece = device_sum.PieceSum.of(op, dtype, output, 0, world_size)
         (kernel,) = compiled(
             monkeypatch,
             device_sum,
-            lambda aligned=aligned: piece.launch(word, own.data_ptr(), rows.data_ptr(), 0, nbytes, aligned),
+            lambda piece=piece, aligned=aligned: piece.launch(
+                word, own.data_ptr(), rows.data_ptr(), 0, nbytes, aligned
+            ),
         )
         assert ".ftz" not in kernel.ptx
 
@@ -45,3 +46,23 @@ def test_copy(monkeypatch: Any, source: torch.dtype, target: torch.dtype, skip: 
     tensors = [[torch.empty(n + skip, dtype=kind)[skip:] for n in (5000, 3)] for kind in (source, target, target)]
     copies = device_copy.TwoPlaces(*tensors)
     assert compiled(monkeypatch, device_copy, copies.launch)
+
+
+def test_aligned_tensors_are_copied_16_bytes_at_a_time(monkeypatch: Any) -> None:
+    tensors = [[torch.empty(8192, dtype=torch.bfloat16)] for _ in range(3)]
+    (kernel,) = compiled(monkeypatch, device_copy, device_copy.TwoPlaces(*tensors).launch)
+    assert "st.global.v4.b32" in kernel.ptx
+
+
+@pytest.mark.parametrize("output", [torch.bfloat16, torch.float32])
+def test_aligned_pieces_are_summed_16_bytes_at_a_time(monkeypatch: Any, output: torch.dtype) -> None:
+    own, rows, word = torch.empty(1 << 20, dtype=torch.bfloat16), torch.empty(1 << 20, dtype=torch.bfloat16), [2**40]
+    piece = device_sum.PieceSum.of(dist.ReduceOp.AVG, torch.bfloat16, output, 1, 2)
+    launch = piece.launch
+    (kernel,) = compiled(
+        monkeypatch,
+        device_sum,
+        lambda: launch(torch.tensor(word), own.data_ptr(), rows.data_ptr(), 1 << 21, 1 << 20, True),
+    )
+    assert "ld.global.v4.b32" in kernel.ptx
+    assert "st.global.v4.b32" in kernel.ptx
