@@ -81,15 +81,25 @@ class _Joiner:
         """Sort all device rows."""
         for row in self.trace.device_rows:
             launch = self._launch.get(row.correlation) if row.correlation is not None else None
-            graph = launch is not None and "GraphLaunch" in self.trace.launches.name[launch]
-            place = None
-            if launch is not None and not graph and row.graph_node == 0:
-                place = (self.trace.launches.thread[launch], self.trace.launches.start_us[launch])
+            place = None if launch is None else self._place(row, launch)
             if row.what == "kernel":
                 self._kernel(row, place)
             elif row.what == "copy":
                 self._copy(row, place)
         return self.out
+
+    def _place(self, row: DeviceRow, launch: int) -> tuple[int, float] | None:
+        """Thread and time of a row's launch, where they say what the row belongs to.
+
+        The launch of a CUDA graph says nothing about its rows, unless it lies in a range of fsdp_symm's: such a range
+        launches graphs of its own call and no others.
+        """
+        place = self.trace.launches.thread[launch], self.trace.launches.start_us[launch]
+        if "GraphLaunch" not in self.trace.launches.name[launch] and row.graph_node == 0:
+            return place
+        found = self.calls.at(*place)
+        ours = found is not None and self.calls.forest.rows[found[0]].name.startswith("fsdp_symm::")
+        return place if ours else None
 
     def _root(self, row: DeviceRow, place: tuple[int, float] | None) -> tuple[int, int] | None:
         found = self.calls.at(*place) if place else None

@@ -130,7 +130,7 @@ def test_low_contention_gather_is_copy_engine_with_its_barriers_counted(judge):
 
 @pytest.mark.parametrize(("launch", "node"), [("cudaGraphLaunch", True), ("cudaGraphLaunch", False), ("replay", True)])
 def test_graph_replay_is_judged_by_name_and_says_so(judge, launch, node):
-    b = Builder().row("cpu_op", "fsdp_symm::all_gather", 0, 50)  # around the replay: explains none of its rows
+    b = Builder().row("cpu_op", "c10d::_allgather_base_", 0, 50)  # around the replay: explains none of its rows
     b.row("cuda_runtime", launch, 5, 3, correlation=9)
     for at in (100, 200):
         for flag in (0, 30):
@@ -150,6 +150,24 @@ def test_graph_replay_is_judged_by_name_and_says_so(judge, launch, node):
     assert all(c["guess"] and "CUDA-graph replay" in c["notes"][0] for c in calls)
     assert report["ranks"][0]["num_local_copies"] == 1
     assert any("judged by name alone" in w for w in report["warnings"])
+
+
+def test_a_graph_that_one_of_our_own_calls_launches_belongs_to_that_call(judge):
+    b = Builder()
+    for at, kind in ((0, "all_gather"), (100, "reduce_scatter")):
+        b.row("cpu_op", f"fsdp_symm::{kind}", at, 50)
+        b.row("cuda_runtime", "cudaGraphLaunch", at + 5, 3, correlation=at + 1)
+        for start, nbytes in ((10, 4), (12, MB), (30, MB), (48, 4)):
+            b.copy("DtoD", nbytes, at + start, 2, None, correlation=at + 1, graph__node__id=4)
+    b.row("cuda_runtime", "cudaGraphLaunch", 300, 3, correlation=9)  # the user's own, outside of any call
+    b.copy("DtoD", MB, 310, 2, None, correlation=9, graph__node__id=4)
+    report = judge(b)
+    calls = report["ranks"][0]["calls"]
+    assert [(c["kind"], c["engine"], c["num_copies"], c["num_flags"], c["guess"]) for c in calls] == [
+        ("all_gather", "copy_engine", 2, 2, False),
+        ("reduce_scatter", "copy_engine", 2, 2, False),
+    ]
+    assert report["ranks"][0]["num_local_copies"] == 1
 
 
 def test_coalesced_calls_share_the_launch_that_ends_their_group(judge):
