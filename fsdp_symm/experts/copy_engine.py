@@ -30,7 +30,7 @@ from fsdp_symm.wire.pulls import Block, PullPlan
 
 _SLOTS = 2  # a slot is free at the end of its call; with two, the next call need not wait for slow readers
 _PART_ALIGNMENT_BYTES = 256  # copy engines are fastest on whole lines
-_PLANS = 256  # kept; more only come up where the number of rows changes all the time
+_RECIPES = 256  # kept; more only come up where the number of rows changes all the time
 _FIRST_ROOM = 64  # rows, where the number of tokens is not known beforehand and buffers grow
 
 
@@ -83,7 +83,7 @@ class WireExchange:
         self._num_ranks, self._rank = group.size(), group.rank()
         self._packed = exact or config.rows_per_peer is not None
         self._room = config.rows_per_peer or config.max_tokens_per_rank or _FIRST_ROOM
-        self._plans: dict[object, PullPlan] = {}
+        self._recipes: dict[object, _Recipe] = {}
         self._bytes_moved = 0
         self._waited_s = 0.0  # in arenas that were given back
         self.arena = self._make_arena()
@@ -184,7 +184,7 @@ class WireExchange:
         self._waited_s += self.arena.segment.wait_s
         self.close()
         self._room = max_tokens
-        self._plans.clear()  # a wire may keep addresses of the old arena with a plan
+        self._recipes.clear()  # a wire may keep addresses of the old arena with a plan
         self.arena = self._make_arena()
 
     def room(self) -> int | None:
@@ -219,7 +219,7 @@ class WireExchange:
         target = _empty(part, sum(layout.received))
         target.narrow(0, layout.first_received(self._rank, self._rank), tokens.shape[0]).copy_(tokens)
         what = f"ep dispatch: tokens in place, {tokens.shape[1]} x {tokens.dtype}"
-        plan = self._plan("dispatch", [part])
+        plan = self._recipe("dispatch", "tokens in place", (part,)).plan
         self._pull("dispatch", arena, lease, plan, [target], what)
         # The tensor is the caller's, who may write into it next: only when everybody has read it.
         arena.segment.before_reuse(lease, what)
@@ -234,19 +234,29 @@ class WireExchange:
     def _call(
         self, lane: Lane, content: str, parts: list[_Part], write: Callable[[list[torch.Tensor]], None]
     ) -> list[torch.Tensor]:
-        kinds = ", ".join(f"{p.spec.width} x {str(p.spec.dtype).removeprefix('torch.')}" for p in parts)
-        how = "exact" if self.exact else "packed" if self._packed else "by token"
-        what = f"ep {lane}: {content}, rows of {kinds or 'nothing'}, {how}, room for {self._room}"
-        offsets, nbytes = _offsets(lane, parts, self._rank)
-        slot, lease = self.arena.acquire_lease(lane, max(nbytes, 1), owner=what)  # a rank without rows takes part too
         try:
-            targets = self._fill(lane, parts, slot, offsets, write)
-            plan = self._plan(lane, parts)
+            recipe = self._recipe(lane, content, tuple(parts))
+            slot, lease = self.arena.acquire_lease(lane, recipe.nbytes, owner=recipe.what)
+            targets = recipe.fill(slot, write)
         except BaseException as error:  # also Ctrl-C: the peers must not wait for this rank
             self.arena.segment.fail(str(error) if isinstance(error, SymmMemError) else repr(error))
             raise
-        self._pull(lane, self.arena, lease, plan, targets, what)
+        self._pull(lane, self.arena, lease, recipe.plan, targets, recipe.what)
         return targets
+
+    def _recipe(self, lane: Lane, content: str, parts: tuple[_Part, ...]) -> _Recipe:
+        key = (lane, content, parts)
+        recipe = self._recipes.get(key)
+        if recipe is None:
+            kinds = ", ".join(f"{p.spec.width} x {str(p.spec.dtype).removeprefix('torch.')}" for p in parts)
+            how = "exact" if self.exact else "packed" if self._packed else "by token"
+            what = f"ep {lane}: {content}, rows of {kinds or 'nothing'}, {how}, room for {self._room}"
+            recipe = _Recipe(lane, what, parts, self._rank, self._num_ranks)
+            if not self.exact:  # exact sizes hardly ever come again
+                if len(self._recipes) >= _RECIPES:
+                    self._recipes.clear()
+                self._recipes[key] = recipe
+        return recipe
 
     def _pull(
         self,
@@ -259,11 +269,11 @@ class WireExchange:
     ) -> None:
         """The call itself, in a range that ``fsdp-symm inspect`` reads; its bytes are those that all ranks send one."""
         wire = wire_of(arena)
-        nbytes = sum(block.packed_nbytes for block in plan.blocks)
+        self._bytes_moved += plan.nbytes
         with compat.annotate(
             f"fsdp_symm::{lane}",
             module=what,
-            bytes=nbytes * self._num_ranks // max(self._num_ranks - 1, 1),
+            bytes=plan.nbytes * self._num_ranks // max(self._num_ranks - 1, 1),
             engine=wire.pull_engine,
             group=arena.group_name,
             group_size=self._num_ranks,
@@ -271,49 +281,41 @@ class WireExchange:
         ):
             wire.pull(lease, arena.next_epoch(lease), plan, targets, what=what, async_op=False)
 
-    def _fill(
-        self,
-        lane: Lane,
-        parts: list[_Part],
-        slot: torch.Tensor,
-        offsets: list[int],
-        write: Callable[[list[torch.Tensor]], None],
-    ) -> list[torch.Tensor]:
-        """Write this rank's rows into the slot, and its own share of them into the targets."""
-        buffers, targets = [], []
-        for part, offset in zip(parts, offsets, strict=True):
-            rows = _slot_rows(lane, part.layout, self._rank)
-            raw = slot.narrow(0, offset, rows * part.row_bytes)
-            buffers.append(raw.view(part.spec.dtype).view(rows, part.spec.width))
-            targets.append(_empty(part, sum(part.layout.received if lane == "dispatch" else part.layout.sent)))
+
+class _Recipe:
+    """All of a call that depends on its sizes alone.
+
+    Args:
+        lane, what: the call, for errors and traces.
+        parts: what travels.
+        rank, num_ranks: r, R.
+
+    Attributes:
+        nbytes: bytes of the slot; a rank without rows takes part too.
+        plan: what this rank fetches.
+    """
+
+    def __init__(self, lane: Lane, what: str, parts: tuple[_Part, ...], rank: int, num_ranks: int) -> None:
+        self.what = what
+        self._parts = parts
+        self._offsets, nbytes = _offsets(lane, parts, rank)
+        self.nbytes = max(nbytes, 1)
+        self._rows = [_slot_rows(lane, part.layout, rank) for part in parts]
+        self._targets = [sum(part.layout.received if lane == "dispatch" else part.layout.sent) for part in parts]
+        self._own = [_move(lane, part.layout, rank) for part in parts]
+        self.plan = PullPlan(_blocks(lane, parts, rank, num_ranks), rank=rank, world_size=num_ranks)
+
+    def fill(self, slot: torch.Tensor, write: Callable[[list[torch.Tensor]], None]) -> list[torch.Tensor]:
+        """Let ``write`` fill this rank's rows in the slot, and copy its own share of them into fresh targets."""
+        buffers = [
+            slot.narrow(0, offset, rows * part.row_bytes).view(part.spec.dtype).view(rows, part.spec.width)
+            for part, offset, rows in zip(self._parts, self._offsets, self._rows, strict=True)
+        ]
+        targets = [_empty(part, rows) for part, rows in zip(self._parts, self._targets, strict=True)]
         write(buffers)
-        for part, buffer, target in zip(parts, buffers, targets, strict=True):
-            own = _move(lane, part.layout, self._rank)
+        for own, buffer, target in zip(self._own, buffers, targets, strict=True):
             target.narrow(0, own.target, own.rows).copy_(buffer.narrow(0, own.source, own.rows))
         return targets
-
-    def _plan(self, lane: Lane, parts: list[_Part]) -> PullPlan:
-        key = (lane, tuple((p.row_bytes, p.layout) for p in parts))
-        if (plan := self._plans.get(key)) is None:
-            plan = PullPlan(self._blocks(lane, parts), rank=self._rank, world_size=self._num_ranks)
-            if len(self._plans) >= _PLANS:
-                self._plans.clear()
-            if not self.exact:  # exact sizes hardly ever come again
-                self._plans[key] = plan
-        self._bytes_moved += sum(block.packed_nbytes for block in plan.blocks)
-        return plan
-
-    def _blocks(self, lane: Lane, parts: list[_Part]) -> list[Block]:
-        blocks = []
-        for peer in range(self._num_ranks):
-            if peer == self._rank:
-                continue
-            offsets, _ = _offsets(lane, parts, peer)
-            for index, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
-                move, row = _move(lane, part.layout, peer), part.row_bytes
-                source, target = offset + move.source * row, move.target * row
-                blocks.append(Block(peer, source, index, target, move.rows * row))
-        return blocks
 
 
 class CopyEngineEP(TokenExchangeEP):
@@ -344,7 +346,18 @@ def _slot_rows(lane: Lane, layout: Layout, owner: int) -> int:
     return layout.sizes[owner][0] if layout.by_token else sum(layout.sizes[owner])
 
 
-def _offsets(lane: Lane, parts: list[_Part], owner: int) -> tuple[list[int], int]:
+def _blocks(lane: Lane, parts: tuple[_Part, ...], rank: int, num_ranks: int) -> list[Block]:
+    """What ``rank`` fetches from its peers' slots."""
+    blocks = []
+    for peer in (p for p in range(num_ranks) if p != rank):
+        offsets, _ = _offsets(lane, parts, peer)
+        for index, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
+            move, row = _move(lane, part.layout, peer), part.row_bytes
+            blocks.append(Block(peer, offset + move.source * row, index, move.target * row, move.rows * row))
+    return blocks
+
+
+def _offsets(lane: Lane, parts: tuple[_Part, ...], owner: int) -> tuple[list[int], int]:
     """Where the parts start in the slot of ``owner``, and where the last one ends."""
     offsets, end = [], 0
     for part in parts:

@@ -73,6 +73,7 @@ class PullPlan:
 
     Attributes:
         number: of no other plan in this process, so that a wire can keep what it made of a plan.
+        nbytes: bytes of all blocks.
 
     Raises:
         SymmMemError: a block that cannot be copied, or one from this rank itself or from outside the group.
@@ -95,6 +96,7 @@ class PullPlan:
         self.rank, self.world_size = rank, world_size
         self.number = next(_numbers)
         self.blocks = tuple(sorted(wanted, key=lambda b: (b.peer - rank) % world_size))
+        self.nbytes = sum(block.packed_nbytes for block in self.blocks)
         self.by_peer: dict[int, tuple[Block, ...]] = {}
         for block in self.blocks:
             self.by_peer[block.peer] = (*self.by_peer.get(block.peer, ()), block)
