@@ -104,7 +104,9 @@ class DeviceSegment(abc.ABC):
             self.flags = StreamFlags(self.driver, [p + self._control_at for p in self.peers], self.rank, num_slots)
         self.notices = self._notice_board(num_slots)
         self._mirror = torch.empty(control_nbytes(len(self.ranks), num_slots) // 4, dtype=torch.int32, pin_memory=True)
+        self._mirror_on_device = compat.raw_tensor(self._mirror.data_ptr(), self._mirror.nbytes, device)
         self._mirror_stream = torch.cuda.Stream(device, priority=_WATCHDOG_PRIORITY)
+        self.read_flags(self.timeout_s)  # loads the kernel now: later that could wait for a stuck device
 
     @property
     def closed(self) -> bool:
@@ -159,14 +161,14 @@ class DeviceSegment(abc.ABC):
         """This rank's flags as the device holds them now, ``int32``; ``None`` if it does not answer.
 
         For a watchdog, while streams are stuck: on a stream of its own, into memory pinned beforehand, since a new
-        allocation could wait for the device.
+        allocation could wait for the device; and by a kernel, since a copy could queue up behind copies that are stuck.
         """
         with self._reading:  # not while the memory is given back
             if self._closed:
                 return None
             control = compat.raw_tensor(self._pointer + self._control_at, self.nbytes - self._control_at, self.device)
             with torch.cuda.stream(self._mirror_stream):
-                self._mirror.copy_(control.view(torch.int32), non_blocking=True)
+                torch.add(control.view(torch.int32), 0, out=self._mirror_on_device.view(torch.int32))
                 event = self._mirror_stream.record_event()
             deadline = time.monotonic() + patience_s
             while not event.query():
