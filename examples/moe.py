@@ -30,6 +30,11 @@ from fsdp_symm.experts import EpConfig, ExpertParallel, GroupedExperts, ep_final
 T, H, INNER, E, K, BLOCKS = 48, 32, 64, 8, 2, 3
 
 
+def say(text: str) -> None:
+    """One write at once: ranks share a pipe, and lines must not be torn."""
+    print(f"{text}\n", end="", flush=True)
+
+
 class DenseMoE(nn.Module):
     """All experts in one process; stands where :class:`ExpertParallel` will."""
 
@@ -126,7 +131,7 @@ def train(model: Model, reference: Model | None, steps: int, device: torch.devic
             optimizer.step()
             optimizer.zero_grad()
         if rank == 0:
-            print(line)
+            say(line)
 
 
 def compare(model: Model, reference: Model, group: dist.ProcessGroup) -> None:
@@ -176,11 +181,11 @@ def main() -> None:
         parallelize(model, expert_mesh, dense_mesh, args.implementation)
         with set_symm_mem_for_comm(model) as handle:
             if dist.get_rank() == 0:
-                print(handle)
+                say(str(handle))
             train(model, reference, args.steps, device)
             if reference is not None:
                 compare(model, reference, expert_mesh.get_group("ep"))
-                print(f"rank {dist.get_rank()}: losses and parameters equal the dense model's")
+                say(f"rank {dist.get_rank()}: losses and parameters equal the dense model's")
         ep_finalize()
 
 

@@ -215,8 +215,9 @@ def set_symm_mem_for_comm(
             staging buffer or a copy-out; ``"staged"``: the all-gather's output moves into symmetric memory and FSDP2
             copies out of it; ``"auto"`` (or ``True``): direct where possible; ``False``: left alone.
         reduce_scatter: ``"copy_engine"``: peers' chunks are pulled by copy engines and summed locally in rank order;
-            ``"nccl"``: NCCL's symmetric kernel; ``"auto"`` (or ``True``): NCCL's, which was measured to be the faster
-            one beside a GEMM; ``False``: left alone. The host backend and torch's peer memory have one way each.
+            ``"nccl"``: NCCL's symmetric kernel; ``"auto"`` (or ``True``): pulled where the process group's largest
+            chunk of a rank has 32 MiB or more, NCCL's otherwise; ``False``: left alone. The host backend and torch's
+            peer memory have one way each.
         modules: shell pattern on FQNs (``"layers.*"``), or ``(fqn, module) -> bool``; ``None`` takes all.
         min_bytes: leave layers with smaller gathered buffers than this on the plain path.
         strict: raise where something asked for cannot be had, now or later, instead of warning once.

@@ -20,6 +20,23 @@ _PEER_MEMORY_BLOCKS = (
 _PLACED = ("copy engine", "peer copies; placed directly")
 _PULLED = ("copy engine", "peer copies, summed here by one kernel in rank order")
 
+# What "auto" pulls: from here on copies and a local sum take less time than NCCL's symmetric kernel over NVLink, and
+# slow down GEMMs beside them far less (profiles/nvlink/reduce_scatter_w2.csv). Smaller ones are over sooner in NCCL.
+AUTO_PULL_BYTES = 32 << 20
+
+
+def reduce_way(plans: Sequence[GroupPlan], asked: str) -> str:
+    """Who reduces for one process group: ``"copy_engine"`` or ``"nccl"``.
+
+    Args:
+        plans: all plans of the group.
+        asked: one of them, or ``"auto"``: by the largest chunk of a rank, in the type of the sum.
+    """
+    if asked != "auto":
+        return asked
+    chunks = [r.slot_bytes // len(p.ranks) for p in plans for r in p.rings if r.role == "reduce_scatter"]
+    return "copy_engine" if max(chunks, default=0) >= AUTO_PULL_BYTES else "nccl"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -80,7 +97,7 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
     blocks = [f.text for f in findings if f.severity == "blocks"]
     engines: dict[Lane, tuple[str, str]] = {role: guards.expected_engine(facts, role) for role in ROLES}
     engines["unshard"] = _PLACED
-    if staged is None and reduce_scatter == "copy_engine":
+    if staged is None and reduce_way(plans, reduce_scatter) == "copy_engine":
         engines["reduce_scatter"] = _PULLED
     return Verdict(
         engines=engines,

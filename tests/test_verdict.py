@@ -23,6 +23,7 @@ class FakePlan:
 
     rings: tuple[Ring, ...]
     name: str = "g"
+    ranks: tuple[int, ...] = (0, 1, 2, 3)
     backend: str = "nccl"
     group: object = None
     device: object = None
@@ -71,9 +72,17 @@ def test_direct_placement_and_pulled_sums_need_no_policy(monkeypatch) -> None:
     assert (judged.blocked, judged.downgrades, judged.staged) == (None, (), None)
 
 
-def test_auto_leaves_reduce_scatters_to_the_symmetric_kernel(monkeypatch) -> None:
-    engines = _judge(monkeypatch, GroupFacts(), DIRECT, reduce_scatter="auto").engines
-    assert engines["reduce_scatter"][0] == "symmetric kernel"
+@pytest.mark.parametrize(("mib", "engine"), [(31, "symmetric kernel"), (32, "copy engine")])
+def test_auto_pulls_large_reduce_scatters(monkeypatch, mib, engine) -> None:
+    ring = next(r for r in DIRECT.rings if r.role == "reduce_scatter")
+    slot = len(DIRECT.ranks) * mib << 20
+    rings = (*(r for r in DIRECT.rings if r is not ring), dataclasses.replace(ring, slot_bytes=slot))
+    plan = dataclasses.replace(DIRECT, rings=rings)
+    assert _judge(monkeypatch, GroupFacts(), plan, reduce_scatter="auto").engines["reduce_scatter"][0] == engine
+    assert verdict.reduce_way([DIRECT, plan], "auto") == ("copy_engine" if mib >= 32 else "nccl"), (
+        "the largest of all plans"
+    )
+    assert verdict.reduce_way([plan], "nccl") == "nccl"
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class FsdpSymmSection:
         "'direct': into the parameters themselves; 'staged': through a symmetric buffer; 'auto': direct if possible",
     )
     reduce_scatter: Literal["auto", "copy_engine", "nccl", "off"] = _doc(
-        "auto", "'copy_engine': pulled and summed here; 'nccl': NCCL's symmetric kernel; 'auto': nccl, measured faster"
+        "auto", "'copy_engine': pulled and summed here; 'nccl': NCCL's symmetric kernel; 'auto': pulled from 32 MiB on"
     )
     modules: str = _doc("", "shell pattern on module names, e.g. 'layers.*', of what to switch; empty: all")
     zero_cta: bool = _doc(

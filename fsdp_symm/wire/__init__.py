@@ -21,7 +21,7 @@ class Wire(Protocol):
     Attributes:
         pull_engine, gather_engine: who moves the bytes of :meth:`pull` and :meth:`all_gather`: ``"host"``, ``"nccl"``
             or ``"copy_engine"``.
-        reduce_scatter_way: ``"auto"``, ``"copy_engine"`` or ``"nccl"``, for wires that have a choice.
+        reduce_scatter_way: ``"copy_engine"`` or ``"nccl"``, for wires that have a choice.
         widens: whether :meth:`reduce_scatter` takes bf16 and fp16 inputs for an fp32 output, and sums in fp32.
     """
 

@@ -39,7 +39,7 @@ class CopyEngineWire:
     """
 
     pull_engine = gather_engine = "copy_engine"
-    reduce_scatter_way = "auto"
+    reduce_scatter_way = "copy_engine"
     widens = True
 
     def __init__(self, segment: DeviceSegment) -> None:
