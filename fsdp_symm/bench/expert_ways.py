@@ -22,6 +22,7 @@ from fsdp_symm.experts import EpConfig, ops
 from fsdp_symm.experts.context import EpContext, Routing
 
 COPY_ENGINE, STATIC, EXACT, ALL_TO_ALL = "copy_engine", "copy_engine, static", "copy_engine_exact", "all_to_all"
+GRAPH = "copy_engine, graph"  # the static one, captured and replayed
 TITAN, MINIMAL = "torchtitan all-to-all", "torchtitan MinimalAsyncEP"
 OURS = (COPY_ENGINE, STATIC, EXACT, ALL_TO_ALL)
 

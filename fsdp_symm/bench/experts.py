@@ -11,6 +11,7 @@ from the device or waited for it. Legend as in :mod:`fsdp_symm.bench.expert_case
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,12 +22,14 @@ import torch
 
 from fsdp_symm.bench import schema
 from fsdp_symm.bench.expert_cases import DTYPE, ROUTINGS, TASKS, Batch, Layer, Reference, ScaleExperts, Task
-from fsdp_symm.bench.expert_ways import COPY_ENGINE, Implementation, make_foreign, make_ours, run_step
+from fsdp_symm.bench.expert_ways import COPY_ENGINE, GRAPH, STATIC, Implementation, make_foreign, make_ours, run_step
 from fsdp_symm.bench.launch import World, need_gpu, run_ranks, synchronize
 from fsdp_symm.bench.profiling import Seen, profile_ways
 from fsdp_symm.bench.timing import ROUNDS, Clock, Timed, Way, check, columns
 from fsdp_symm.experts import AllToAllEP, EpConfig, ep_finalize
 from fsdp_symm.experts.auto import choose_exchange
+
+_WARM_CALLS = 3  # before a capture: buffers are made and kernels compiled
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,39 @@ class Calls:
         return Way(self._implementation.name, self.run, self.wrong, self.forget, waits)
 
 
+class GraphedCalls(Calls):
+    """The same calls, captured in a CUDA graph by the first one and replayed: with static shapes no host is needed."""
+
+    _graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """One replay."""
+        if self._graph is None:
+            for _ in range(_WARM_CALLS):
+                super().run()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                super().run()
+            self._graph = graph
+        self._graph.replay()
+
+    def forget(self) -> None:
+        """Overwrite the last result, which lies where the next one will."""
+        for tensor in _tensors(self._result):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+
+    def way(self) -> Way:
+        """For the clock."""
+        return dataclasses.replace(super().way(), name=GRAPH)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [t for part in result for t in _tensors(part)] if isinstance(result, (tuple, list)) else []
+
+
 def chosen_by_auto(world: World, layer: Layer) -> str:
     """The implementation that ``"auto"`` takes for this layer. Collective."""
     config = EpConfig(
@@ -150,9 +186,10 @@ class Cases:
         self._experts = ScaleExperts(layer, world.rank, world.size, world.device)
         self._reference = Reference(layer, world.rank, world.size, world.device)
 
-    def calls(self, implementation: Implementation, task: Task) -> Calls:
-        """Collective, see :class:`Calls`."""
-        return Calls(implementation, task, self._batch, self._experts, self._reference)
+    def calls(self, implementation: Implementation, task: Task, *, graphed: bool = False) -> Calls:
+        """Collective, see :class:`Calls` and :class:`GraphedCalls`."""
+        kind = GraphedCalls if graphed else Calls
+        return kind(implementation, task, self._batch, self._experts, self._reference)
 
 
 def peak_bytes(world: World, way: Way) -> int | str:
@@ -182,7 +219,12 @@ def _measure_task(
     world: World, clock: Clock, bench: ExpertsBench, layer: Layer, task: Task, made: Sequence[Implementation],
     cases: Cases,
 ) -> list[dict[str, Any]]:  # fmt: skip
+    made = list(made)
     ways = [cases.calls(one, task).way() for one in made]
+    if world.on_gpu:
+        static = next(one for one in made if one.name == STATIC)
+        made.append(static)
+        ways.append(cases.calls(static, task, graphed=True).way())
     check(world, ways, f"experts, {layer}, {task}")
     times = clock.time_all(ways, beside=None if world.on_gpu else ())
     stem = f"experts_w{world.size}_{layer.num_experts}x{layer.topk}_t{layer.tokens}_h{layer.hidden}_{layer.routing}"
@@ -194,7 +236,9 @@ def _measure_task(
         line = _line(world, bench, layer, task, way.name, timed)
         line |= columns(timed, base=times[COPY_ENGINE], base_name="copy_engine")
         line |= seen[way.name].columns() if world.on_gpu else dict.fromkeys(Seen().columns(), "")
-        line |= {"moved_bytes": one.moved_bytes(task), "peak_bytes": peak_bytes(world, way)}
+        # a graph keeps its memory, whether it runs or not
+        peak = "" if way.name == GRAPH else peak_bytes(world, way)
+        line |= {"moved_bytes": one.moved_bytes(task), "peak_bytes": peak}
         line |= {"symmetric_bytes": one.symmetric_bytes, "product_us": round(clock.product_us, 1)}
         lines.append(line)
     took = ", ".join(f"{x['variant']} {x['median_us'] / 1e3:.3f} ms" for x in lines)
