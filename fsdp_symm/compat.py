@@ -113,6 +113,11 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)
 
 
+def device_uuid(device: torch.device) -> str:
+    """The GPU's own name, the same in every process (``uuid`` is missing from the stubs; there since torch 2.4)."""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+
+
 def is_capturing() -> bool:
     """Whether the current stream of the current device is being captured into a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()

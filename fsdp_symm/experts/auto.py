@@ -2,7 +2,9 @@
 
 1. No gradient can flow and the batch is shared: ``all_reduce``. No token travels; decoding has few tokens.
 2. Else ``copy_engine`` where its padding is affordable and symmetric memory can be had. Padded, a token takes R rows;
-   sent to each of its experts it would take K. R <= 2 K bounds the padding to twice those bytes.
+   sent to each of its experts it would take K. R <= 2 K bounds the padding to twice those bytes. On GPUs only where
+   nothing is read on the host too (``overflow="drop"`` with a ``recv_capacity_per_rank``): where the host has to wait
+   in every layer anyway, exact splits were measured to take 0.81 to 0.92 of its time (profiles/experts_w2.csv, _w4.csv).
 3. Else ``all_to_all``.
 
 The choice between 2 and 3 is made once, with all ranks, when it is first needed; ``reason`` says why.
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_symm.errors import SymmMemMemoryError, SymmMemUnavailableError
+from fsdp_symm.experts import symmetric
 from fsdp_symm.experts.all_reduce import AllReduceEP
 from fsdp_symm.experts.all_to_all import AllToAllEP
 from fsdp_symm.experts.config import EpConfig
@@ -63,6 +66,9 @@ def choose_exchange(group: dist.ProcessGroup, config: EpConfig) -> tuple[type[EP
         return AllToAllEP, f"{ranks} ranks for {topk} experts a token: padded rows would be mostly empty"
     if config.max_tokens_per_rank is None and config.overflow != "grow":
         return AllToAllEP, "the number of tokens has no bound and buffers may not grow"
+    reads = config.overflow != "drop" or config.recv_capacity_per_rank is None
+    if reads and symmetric.backend_of(group) == "nccl":
+        return AllToAllEP, "the host reads counts in every layer: exact splits were measured to be faster then"
     try:
         shared_context(group, config, CopyEngineEP.transport)
     except (SymmMemMemoryError, SymmMemUnavailableError) as error:  # the same on every rank

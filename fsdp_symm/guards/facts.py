@@ -181,7 +181,7 @@ def local_facts(device: torch.device) -> GroupFacts:
         driver_version=driver_version(),
         capability=capability,
         hosts=(host_id(),),
-        devices=(_device_uuid(device) if cuda else str(device),),
+        devices=(compat.device_uuid(device) if cuda else str(device),),
         policies=("default",),
         nvls=_nvls(capability),
         current_device=torch.cuda.current_device() if cuda else None,
@@ -246,11 +246,6 @@ def nccl_libraries(maps: str | None = None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _device_uuid(device: torch.device) -> str:
-    # "uuid" is missing from the stubs; it has been there since torch 2.4
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
-
-
 def _nvls(capability: tuple[int, int] | None) -> Nvls:
     if os.environ.get("NCCL_NVLS_ENABLE") == "0" or (capability is not None and capability < (9, 0)):
         return "off"  # multicast objects need Hopper or newer
@@ -261,7 +256,7 @@ def _peer_access(local: GroupFacts, hosts: tuple[str, ...], devices: tuple[str, 
     """Whether this rank's GPU reaches all the group's GPUs of this host; ``None`` if some are not visible here."""
     if local.model_device is None:
         return None
-    index = {_device_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
+    index = {compat.device_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
     wanted = {d for h, d in zip(hosts, devices, strict=True) if h == local.hosts[0] and d != local.devices[0]}
     if not wanted <= set(index):
         return None

@@ -28,6 +28,7 @@ from fsdp_symm.memory.cuda_driver import CudaDriver, cuda_driver
 from fsdp_symm.memory.host import HostSegment
 from fsdp_symm.memory.segment import SlotUse
 from fsdp_symm.memory.stream_flags import StreamFlags, control_nbytes, first_words
+from fsdp_symm.plan import Lane
 from fsdp_symm.rendezvous import exchange
 
 _ALIGNMENT_BYTES = 4096
@@ -64,6 +65,7 @@ class DeviceSegment(abc.ABC):
         device: this rank's GPU.
 
     Attributes:
+        shares_gpu: whether a peer runs on this rank's GPU.
         driver, flags: for the wire; ``flags`` is ``None`` where peers' memory cannot be addressed.
         peers: address of every rank's slots in this process, ``None`` as above.
 
@@ -103,6 +105,7 @@ class DeviceSegment(abc.ABC):
         if self.peers is not None:
             self.flags = StreamFlags(self.driver, [p + self._control_at for p in self.peers], self.rank, num_slots)
         self.notices = self._notice_board(num_slots)
+        self.shares_gpu = self._shares_gpu()
         self._mirror = torch.empty(control_nbytes(len(self.ranks), num_slots) // 4, dtype=torch.int32, pin_memory=True)
         self._mirror_on_device = compat.raw_tensor(self._mirror.data_ptr(), self._mirror.nbytes, device)
         self._mirror_stream = torch.cuda.Stream(device, priority=_WATCHDOG_PRIORITY)
@@ -143,6 +146,16 @@ class DeviceSegment(abc.ABC):
         with contextlib.suppress(SymmMemMemoryError):  # raised on every rank alike
             return HostSegment(self._group, 0, num_slots, self.timeout_s)
         return None
+
+    def _shares_gpu(self) -> bool:
+        names = exchange(
+            self._group,
+            compat.device_uuid(self.device).encode(),
+            what=f"{self.engine} symmetric memory: comparing GPUs",
+            timeout_s=self.timeout_s,
+            fix="look for an error on the missing ranks; raise timeout_s if they are merely slow",
+        )
+        return names.count(names[self.rank]) > 1
 
     # --- memory ---
 
@@ -225,6 +238,15 @@ class DeviceSegment(abc.ABC):
         if current != use.stream and not shards and not capturing:
             current.wait_stream(use.stream)
             current.wait_stream(torch.cuda.default_stream(self.device))
+
+    def issued(self, lane: Lane, epoch: int) -> None:
+        """Note for the peers of this host that this rank's host has enqueued a call of our own wire."""
+        if self.notices is not None:
+            self.notices.note(lane, epoch)
+
+    def not_issued(self, lane: Lane, epoch: int) -> list[int]:
+        """Ranks whose hosts have not come to this call; none where that is not known."""
+        return [] if self.notices is None else self.notices.behind(lane, epoch)
 
     # --- failures and the end ---
 

@@ -182,6 +182,14 @@ class HostSegment:
         """Tell the peers that this rank's data of call ``epoch`` is ready, or that it has read everybody's."""
         self._own.word(kind, role).publish(epoch)
 
+    def note(self, role: Lane, epoch: int) -> None:
+        """Write down that this rank has issued call ``epoch``, for peers that ask who is :meth:`behind`."""
+        self._own.word("ready", role).note(epoch)
+
+    def behind(self, role: Lane, epoch: int) -> list[int]:
+        """Ranks that have not noted call ``epoch``; local, cheap."""
+        return self._late("ready", role, epoch)
+
     def sign(self, slot_index: int, text: str) -> None:
         """Write down which call this rank is about to publish."""
         self._own.sign(slot_index, text)

@@ -86,6 +86,10 @@ class Word:
         self._cell.value = value & 0xFFFFFFFF
         _futex(self._address, _FUTEX_WAKE, _WAKE_ALL)
 
+    def note(self, value: int) -> None:
+        """Set the counter for whoever looks at it; nobody is woken. Only the rank that owns the word may call this."""
+        self._cell.value = value & 0xFFFFFFFF
+
     def wake(self) -> None:
         """Wake waiters without a change, so that they look at the failure flag."""
         _futex(self._address, _FUTEX_WAKE, _WAKE_ALL)

@@ -215,6 +215,8 @@ def _bytes_from_shapes(kind: str, row: HostRow, group_size: int | None) -> int |
 
 def _engine(draft: Draft) -> names.Engine:
     engines: set[names.Engine] = {e for r in draft.kernels if (e := names.kernel_engine(r.name)) is not None}
+    if any(names.is_copy_kernel(r.name) for r in draft.kernels):
+        engines.add("plain_kernel")
     if draft.copies and all(names.only_synchronises(r.name) for r in draft.kernels):
         return "copy_engine"  # torch's low-contention collectives: peer copies between two barrier kernels
     if draft.copies or (draft.flags and not engines):

@@ -115,6 +115,9 @@ class _Joiner:
 
     def _kernel(self, row: DeviceRow, place: tuple[int, float] | None) -> None:
         found = self._root(row, place)
+        if found and names.is_copy_kernel(row.name):
+            self._draft(found[0]).kernels.append(row)
+            return
         if names.kernel_engine(row.name) is not None:
             if found:
                 self._draft(found[0]).kernels.append(row)

@@ -63,6 +63,7 @@ _TORCH_SYMM_MEM = re.compile(
     r"|allToAllV\w*|exchangeSplitAndOffset\w*)\b"
 )
 _EXPERT = re.compile(r"\b(?:deep_ep|nccl_ep|ncclEp\w*|internode(?:_ll)?|intranode)::\w*(?:dispatch|combine|notify)")
+_COPY_KERNEL = re.compile(r"memcpy(?:\d+(?:_post)?|_post)$")
 _GEMM_ROW = re.compile(
     r"^aten::(?:mm|addmm|bmm|baddbmm|matmul|linear|_scaled_mm|_grouped_mm|_scaled_grouped_mm|_addmm_activation)$"
 )
@@ -117,6 +118,12 @@ def kernel_engine(name: str) -> Engine | None:
     if _TORCH_SYMM_MEM.search(name):
         return "symm_mem_kernel"
     return None
+
+
+@cache
+def is_copy_kernel(name: str) -> bool:
+    """True for the driver's own kernels that stand for small copies inside CUDA graphs (seen with driver 580)."""
+    return _COPY_KERNEL.match(name) is not None
 
 
 @cache

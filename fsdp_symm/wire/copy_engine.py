@@ -14,7 +14,7 @@ what it waits for was enqueued, on every rank, before anything that waits for it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,12 @@ import torch.distributed as dist
 from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemUnavailableError, problem
 from fsdp_symm.memory.arena import Lease
-from fsdp_symm.memory.cuda_driver import FlatCopy, PitchedCopy
+from fsdp_symm.memory.cuda_driver import Copies, FlatCopy, PitchedCopy
 from fsdp_symm.memory.device import DeviceSegment
 from fsdp_symm.memory.stream_flags import StreamFlags
 from fsdp_symm.wire.pull_reduce import PullReduce
 from fsdp_symm.wire.pulls import Block, PullPlan
-from fsdp_symm.wire.replays import BRANCHES, Enqueueing, Replays, spread
+from fsdp_symm.wire.replays import Enqueueing, Replays, spread
 from fsdp_symm.wire.watchdog import Pending, watch, watch_captured
 
 
@@ -55,7 +55,9 @@ class CopyEngineWire:
         self._segment = segment
         self._flags: StreamFlags = segment.flags
         self._peers = segment.peers
-        self._replays = Replays(segment.driver, segment.device)
+        # In a graph, the driver gives small copies within one GPU to kernels (seen with driver 580): ranks that share a
+        # GPU enqueue every copy, which costs their hosts more and takes no SM.
+        self._replays = Replays(segment.driver, segment.device, graphs=not segment.shares_gpu)
         self._side = torch.cuda.Stream(segment.device)  # for calls on the legacy default stream, which takes no batch
         self._reduce = PullReduce(segment, self._flags, self._peers, self._replays)
         self._gathers: dict[int, PullPlan] = {}  # plans of all_gather, by chunk bytes
@@ -88,14 +90,15 @@ class CopyEngineWire:
         key = (plan.number, lease.index, lease.offset, *places)
         if not self._replays.knows(key):  # before any peer hears of the call
             plan.check_targets([nbytes for _, nbytes in places], what)
-        stream = self._enter()
-        self._replays.run(key, lambda s: self._exchange(plan, lease, places, s), stream)
+        stream = self._enter(lease, epoch)
+        self._replays.run(key, lambda where: self._exchange(key, plan, lease, places, where), stream)
         self._leave(stream, lease, epoch, what)
         return None
 
-    def _enter(self) -> torch.cuda.Stream:
-        """The stream of a call: the current one, or one forked from it where that is the legacy default stream, which
-        takes no graphs."""
+    def _enter(self, lease: Lease, epoch: int) -> torch.cuda.Stream:
+        """Note that a call begins, and give its stream: the current one, or one forked from it where that is the legacy
+        default stream, which takes no graphs."""
+        self._segment.issued(lease.role, epoch)
         stream = compat.current_stream(self._segment.device)
         if stream.cuda_stream == 0:
             self._side.wait_stream(stream)
@@ -111,12 +114,21 @@ class CopyEngineWire:
         event = torch.cuda.Event()
         event.record(stream)
         self._segment.pulled(lease.index, event)
-        watch(Pending(self._segment, lease.index, epoch, what, event))
+        watch(Pending(self._segment, lease.index, lease.role, epoch, what, event))
         if stream is self._side:
             compat.current_stream(self._segment.device).wait_event(event)
 
-    def _exchange(self, plan: PullPlan, lease: Lease, places: list[tuple[int, int]], stream: Enqueueing) -> None:
+    def _exchange(
+        self, key: Hashable, plan: PullPlan, lease: Lease, places: list[tuple[int, int]], where: Enqueueing
+    ) -> None:
         """The protocol, with all blocks copied to ``places`` (address and bytes of each target)."""
+        self._flags.publish(lease.index, where.handle, capturing=where.capturing)
+        self._flags.await_data(lease.index, where.handle)
+        copies = self._replays.kept_copies(key, lambda parts: self._copies(plan, lease, places, parts), where)
+        self._replays.copy(copies, where)
+        self._flags.finish(lease.index, where.handle, capturing=where.capturing)
+
+    def _copies(self, plan: PullPlan, lease: Lease, places: list[tuple[int, int]], parts: int) -> list[Copies]:
         flat: list[FlatCopy] = []
         pitched: list[PitchedCopy] = []
         for block in plan.blocks:
@@ -126,10 +138,7 @@ class CopyEngineWire:
                 flat.append((target, source, block.nbytes))
             else:
                 pitched.append((target, source, block.nbytes, block.rows, block.pitch, block.nbytes))
-        self._flags.publish(lease.index, stream.handle, capturing=stream.capturing)
-        self._flags.await_data(lease.index, stream.handle)
-        self._replays.copy(spread(flat, pitched, BRANCHES if stream.capturing else 1), stream)
-        self._flags.finish(lease.index, stream.handle, capturing=stream.capturing)
+        return spread(flat, pitched, parts)
 
     # --- FSDP2's collectives ---
 
@@ -162,7 +171,7 @@ class CopyEngineWire:
         async_op: bool,
     ) -> dist.Work | None:
         """Reduce every rank's chunk of this rank from ``input_ [W * C]``, the slot's tensor, into ``output [C]``."""
-        stream = self._enter()
+        stream = self._enter(lease, epoch)
         self._reduce.run(output, input_, op, lease, stream)
         self._leave(stream, lease, epoch, f"reduce_scatter of {module!r}, {lease.nbytes} bytes")
         return None

@@ -41,11 +41,14 @@ class Replays:
     Args:
         driver: of this machine.
         device: the wire's GPU.
+        graphs: whether calls are captured at all, or enqueued anew every time.
     """
 
-    def __init__(self, driver: CudaDriver, device: torch.device) -> None:
+    def __init__(self, driver: CudaDriver, device: torch.device, *, graphs: bool = True) -> None:
         self._driver = driver
         self._device = device
+        self._use_graphs = graphs
+        self._kept: dict[Hashable, list[Copies]] = {}  # of calls that are enqueued anew
         self._graphs: dict[Hashable, int] = {}
         self._seen: dict[Hashable, None] = {}  # keys seen once, oldest first
         self._building = torch.cuda.Stream(device)
@@ -66,10 +69,11 @@ class Replays:
             enqueue(Enqueueing(stream, stream.cuda_stream, True))
             return
         graph = self._graphs.get(key)
-        if graph is None and key not in self._seen:
+        if not self._use_graphs or (graph is None and key not in self._seen):
             self._seen[key] = None
             if len(self._seen) > _MAX_SEEN:
-                del self._seen[next(iter(self._seen))]
+                self._kept.pop(oldest := next(iter(self._seen)), None)
+                del self._seen[oldest]
             enqueue(Enqueueing(stream, stream.cuda_stream, False))
             return
         if graph is None:
@@ -79,6 +83,23 @@ class Replays:
             graph = self._driver.capture(building.handle, lambda: enqueue(building))
             self._graphs[key] = graph
         self._driver.launch(graph, stream.cuda_stream)
+
+    def kept_copies(self, key: Hashable, make: Callable[[int], list[Copies]], where: Enqueueing) -> Sequence[Copies]:
+        """The copies of a call: made for a graph, which is captured once, or made once and kept with their C arrays.
+
+        Args:
+            key: see :meth:`run`.
+            make: gets the number of lists that copies are spread over.
+            where: what :meth:`run` has given.
+        """
+        if where.capturing:
+            return make(BRANCHES)
+        copies = self._kept.get(key)
+        if copies is None:
+            copies = make(1)
+            if not self._use_graphs:
+                self._kept[key] = copies
+        return copies
 
     def copy(self, copies: Sequence[Copies], where: Enqueueing) -> None:
         """Enqueue copies that may run in any order: in a batch, or side by side in a graph that is being built.
@@ -101,6 +122,7 @@ class Replays:
 
     def close(self) -> None:
         """Free all graphs, once none is running."""
+        self._kept.clear()
         graphs = list(self._graphs.values())
         self._graphs.clear()
         if graphs:

@@ -27,6 +27,7 @@ from fsdp_symm.errors import SymmMemUnavailableError, problem
 from fsdp_symm.memory.cuda_driver import cuda_driver
 from fsdp_symm.memory.device import DeviceSegment
 from fsdp_symm.memory.stream_flags import STARTED, Kind
+from fsdp_symm.plan import Lane
 
 _POLL_S = 0.2
 _LOOKS = 20  # at flags that seem stuck; each takes some 10 ms
@@ -39,13 +40,14 @@ class Pending:
 
     Attributes:
         segment, slot: whose flags it waits for.
-        epoch, what: the call.
+        lane, epoch, what: the call.
         event: its end on this rank's stream.
         since: ``time.monotonic()`` of its enqueueing, or of the end of the call before it, whichever is later.
     """
 
     segment: DeviceSegment
     slot: int
+    lane: Lane
     epoch: int
     what: str
     event: torch.cuda.Event
@@ -189,11 +191,13 @@ def _verdict(call: Pending) -> str | None:
 
 
 def _late(call: Pending) -> str:
-    """Which ranks have not signalled, read from the flags on the device."""
+    """Which ranks keep the call waiting: those whose hosts have not come to it, else by the flags on the device."""
     segment, flags = call.segment, call.segment.flags
+    if absent := segment.not_issued(call.lane, call.epoch):
+        return f"ranks {absent} have not issued this call"
     words = segment.read_flags(patience_s=5.0)
     if words is None or flags is None:
-        return "some ranks, which the GPU does not tell, have not come,"
+        return "all ranks have issued it, but not all of their GPUs have come,"
     # A call first waits until its slot's last data was read; from there on for the data of its peers.
     started = int(words[flags.stage_index(call.slot)]) == STARTED
     kind: Kind = "ready" if started else "done"

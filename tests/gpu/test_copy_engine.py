@@ -177,7 +177,7 @@ print("after", flush=True)
 @pytest.mark.parametrize(
     ("fate", "text"),
     [
-        ("asleep", "ranks [1] have not published their data of group [0, 1]"),
+        ("asleep", "ranks [1] have not issued this call of group [0, 1]"),
         ("killed", "ranks [1] of group [0, 1] are gone"),
     ],
 )

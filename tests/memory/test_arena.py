@@ -254,3 +254,25 @@ def _epochs_wrap() -> None:
 
 def test_epochs_survive_the_wrap_of_their_words(ranks2: Ranks) -> None:
     ranks2.run(_epochs_wrap)
+
+
+def _who_is_behind() -> list[list[int]]:
+    arena = SymmMemArena(dist.group.WORLD, [Ring("unshard", 1, 4096)])
+    segment: Any = arena.segment
+    rank, answers = dist.get_rank(), []
+    for epoch in (1, 2**32 + 2):  # counters wrap
+        if rank == 0:
+            segment.note("unshard", epoch)
+        dist.barrier()
+        answers.append(segment.behind("unshard", epoch))
+        dist.barrier()
+        segment.note("unshard", epoch)
+        dist.barrier()
+        answers.append(segment.behind("unshard", epoch))
+        dist.barrier()
+    arena.close()
+    return answers
+
+
+def test_ranks_that_have_not_issued_a_call_are_known(ranks2: Ranks) -> None:
+    assert ranks2.run(_who_is_behind) == [[[1], [], [1], []]] * 2

@@ -170,6 +170,20 @@ def test_a_graph_that_one_of_our_own_calls_launches_belongs_to_that_call(judge):
     assert report["ranks"][0]["num_local_copies"] == 1
 
 
+@pytest.mark.parametrize(("copies", "engine"), [(0, "plain_kernel"), (1, "mixed")])
+def test_the_driver_s_copy_kernels_are_kernels(judge, copies, engine):
+    b = Builder().row("cpu_op", "fsdp_symm::all_gather", 0, 50)
+    b.row("cuda_runtime", "cudaGraphLaunch", 5, 3, correlation=1)
+    for at, name in ((60, "memcpy32_post"), (70, "memcpy128"), (90, "memcpy32_post")):
+        b.kernel(name, at, 2, None, correlation=1, graph__node__id=4, grid=(4, 1, 1))
+    for at in range(copies):
+        b.copy("DtoD", MB, 80 + at, 2, None, correlation=1, graph__node__id=4)
+    b.kernel("memcpy32_post", 200, 2, None, correlation=7, graph__node__id=4)  # a user's graph: computation
+    report = judge(b)
+    call = only(report)
+    assert (call["engine"], call["sms"], call["kernels"]) == (engine, 4, ["memcpy128", "memcpy32_post"])
+
+
 def test_coalesced_calls_share_the_launch_that_ends_their_group(judge):
     b = Builder()
     for at in (0, 20):

@@ -68,6 +68,7 @@ class SimulatedDriver:
         self.launches = 0
         self.user_captures = False  # into a graph of the program's own
         self.living: list[int] = []
+        self.distinct: dict[int, Copies] = {}  # those that were enqueued
 
     def do(self, work: Callable[[], None]) -> None:
         """Run, or note down while capturing."""
@@ -97,6 +98,7 @@ class SimulatedDriver:
 
     def copy(self, copies: Copies, stream: int, *, capturing: bool = False) -> None:
         assert capturing == (self._recording is not None), "a batch cannot be captured"
+        self.distinct[id(copies)] = copies
         for target, source, nbytes in copies.flat:
             self.do(lambda t=target, s=source, n=nbytes: ctypes.memmove(t, s, n))  # type: ignore[misc]
         for block in copies.pitched:
@@ -138,7 +140,7 @@ class SimulatedSegment(DeviceSegment):
 
     engine = "simulated"
 
-    def __init__(self, rank: int, memories: list[torch.Tensor], data_bytes: int) -> None:
+    def __init__(self, rank: int, memories: list[torch.Tensor], data_bytes: int, *, shares_gpu: bool = False) -> None:
         self.ranks = tuple(range(len(memories)))
         self.rank = rank
         self.device = CPU
@@ -150,6 +152,7 @@ class SimulatedSegment(DeviceSegment):
         self._alive = {}
         self.flags = StreamFlags(self.driver, [p + data_bytes for p in self.peers], rank, NUM_SLOTS)
         self.notices = None
+        self.shares_gpu = shares_gpu
 
     def _open(self) -> tuple[int, tuple[int, ...] | None]:
         return self._pointer, self.peers
@@ -240,14 +243,16 @@ class _nothing:
         pass
 
 
-def run(world_size: int, data_bytes: int, program: Callable[[SimulatedSegment], None]) -> None:
+def run(
+    world_size: int, data_bytes: int, program: Callable[[SimulatedSegment], None], *, shares_gpu: bool = False
+) -> None:
     """``program`` on every rank; the first error is raised here."""
     shared = memories(world_size, data_bytes)
     errors: list[BaseException] = []
 
     def body(rank: int) -> None:
         try:
-            segment = SimulatedSegment(rank, shared, data_bytes)
+            segment = SimulatedSegment(rank, shared, data_bytes, shares_gpu=shares_gpu)
             drivers[threading.get_ident()] = segment.driver
             program(segment)
         except BaseException as error:  # noqa: BLE001 - raised again below

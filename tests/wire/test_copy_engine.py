@@ -25,8 +25,11 @@ from tests.wire.simulated import NUM_SLOTS, FakeStream, Rank, SimulatedSegment, 
 SLOT = 4096
 
 
+@pytest.mark.parametrize("shares_gpu", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_pulls_are_right_when_slots_come_again_and_calls_are_replayed(monkeypatch: Any, world_size: int) -> None:
+def test_pulls_are_right_when_slots_come_again_and_calls_are_replayed(
+    monkeypatch: Any, world_size: int, shares_gpu: bool
+) -> None:
     install(monkeypatch)
 
     def program(segment: SimulatedSegment) -> None:
@@ -52,9 +55,13 @@ def test_pulls_are_right_when_slots_come_again_and_calls_are_replayed(monkeypatc
                 assert view[:, peer].eq(expected).all(), f"call {call}, from rank {peer}"
             if rng.random() < 0.05:
                 time.sleep(rng.random() * 0.002)
-        assert segment.driver.launches > 190, "nearly every call is one replay"
+        if shares_gpu:
+            assert segment.driver.launches == 0, "the driver would give small copies of a graph to kernels"
+            assert len(segment.driver.distinct) < 40, "C arrays are made once a call that comes again"
+        else:
+            assert segment.driver.launches > 190, "nearly every call is one replay"
 
-    run(world_size, 2 * SLOT, program)
+    run(world_size, 2 * SLOT, program, shares_gpu=shares_gpu)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -209,6 +209,10 @@ class FakeSegment:
     rank: int = 0
     timeout_s: float = 30.0
     flags: Any = None
+    absent: tuple[int, ...] = ()
+
+    def not_issued(self, lane: str, epoch: int) -> list[int]:
+        return list(self.absent)
 
     def read_flags(self, patience_s: float) -> torch.Tensor | None:
         return self.words
@@ -223,13 +227,13 @@ class FakeFlags:
         return 4
 
 
-def _text(age_s: float, words: list[int] | None = None, **notices: Any) -> str | None:
+def _text(age_s: float, words: list[int] | None = None, absent: tuple[int, ...] = (), **notices: Any) -> str | None:
     from fsdp_symm.wire.watchdog import Pending, _verdict
 
     tensor = None if words is None else torch.tensor(words, dtype=torch.int32)
-    segment: Any = FakeSegment(tensor, FakeNotices(**notices), flags=FakeFlags())
+    segment: Any = FakeSegment(tensor, FakeNotices(**notices), flags=FakeFlags(), absent=absent)
     event: Any = None
-    return _verdict(Pending(segment, 0, 9, "unshard of 'layers.3'", event, time.monotonic() - age_s))
+    return _verdict(Pending(segment, 0, "unshard", 9, "unshard of 'layers.3'", event, time.monotonic() - age_s))
 
 
 def test_the_watchdog_waits_in_silence_while_a_call_may_still_end() -> None:
@@ -245,7 +249,8 @@ def test_the_watchdog_names_the_call_the_ranks_and_what_they_owe() -> None:
         assert "ranks [5] have not read this rank's data" in (_text(31.0, words) or "")
     for words in ([0, 1, 0, 0, 1], [0, 0, 0, 1, 2]):
         assert "this rank's GPU is busy with something else" in (_text(31.0, words) or "")
-    assert "which the GPU does not tell" in (_text(31.0) or "")
+    assert "all ranks have issued it, but not all of their GPUs have come" in (_text(31.0) or "")
+    assert "epoch 9: ranks [5] have not issued this call of group [4, 5]" in (_text(31.0, absent=(5,)) or "")
 
 
 def test_the_watchdog_quotes_failures_and_names_dead_ranks() -> None:
