@@ -4,7 +4,7 @@
 2. Else ``copy_engine`` where its padding is affordable and symmetric memory can be had. Padded, a token takes R rows;
    sent to each of its experts it would take K. R <= 2 K bounds the padding to twice those bytes. On GPUs only where
    nothing is read on the host too (``overflow="drop"`` with a ``recv_capacity_per_rank``): where the host has to wait
-   in every layer anyway, exact splits were measured to take 0.81 to 0.92 of its time (profiles/experts_w2.csv, _w4.csv).
+   in every layer anyway, exact splits were measured to take 0.81 to 0.92 of the time (profiles/experts_w2.csv, _w4).
 3. Else ``all_to_all``.
 
 The choice between 2 and 3 is made once, with all ranks, when it is first needed; ``reason`` says why.

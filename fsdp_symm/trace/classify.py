@@ -73,7 +73,9 @@ class _Joiner:
         """Unique external ids of collectives: the second way to join, for rows whose launch was not recorded."""
         found: dict[int, list[int]] = defaultdict(list)
         for i, row in enumerate(self.calls.forest.rows):
-            if row.external_id and row.name == names.RECORD_PARAM_COMMS and self.calls.root[i] >= 0:
+            # Kineto records no calls of the driver's API, which our own wire copies by.
+            known = row.name == names.RECORD_PARAM_COMMS or row.name.startswith("fsdp_symm::")
+            if row.external_id and known and self.calls.root[i] >= 0:
                 found[row.external_id].append(self.calls.root[i])
         return {key: roots[0] for key, roots in found.items() if len(roots) == 1}
 

@@ -142,13 +142,18 @@ def test_the_step_benchmark_needs_a_gpu(capsys: pytest.CaptureFixture[str], tmp_
     assert "found no GPU, expected one or more" in capsys.readouterr().err
 
 
-def test_the_committed_traces_say_what_the_tables_say() -> None:
+@pytest.mark.parametrize("folder", ["", "nvlink/"])
+def test_the_committed_traces_say_what_the_tables_say(folder: str) -> None:
     from fsdp_symm.bench.fsdp_step import judge_trace
 
-    for ranks in (2, 4):
-        judged = judge_trace(ROOT / f"profiles/fsdp_step_symm_w{ranks}_d4096.json.gz")
-        assert judged["gathers"] == judged["copy_engine_gathers"] == 8
-        assert judged["reduces"] == judged["symmetric_reduces"] == 4
+    for ranks in (2,) if folder else (2, 4):
+        for way in ("direct", "direct_pulls"):
+            judged = judge_trace(ROOT / f"profiles/{folder}fsdp_step_{way}_w{ranks}_d4096.json.gz")
+            assert judged["gathers"] == judged["copy_engine_gathers"] == 8
+            assert (judged["gather_kernels"], judged["copy_outs"]) == (0, 0)
+            by_kernels = 4 if way == "direct" else 0
+            assert (judged["symmetric_reduces"], judged["reduce_kernels"]) == (by_kernels, by_kernels)
+            assert judged["reduces"] == 4
 
 
 @pytest.mark.parametrize("name", ["inspect", "diff", "bench", "doctor"])

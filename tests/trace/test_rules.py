@@ -184,6 +184,18 @@ def test_the_driver_s_copy_kernels_are_kernels(judge, copies, engine):
     assert (call["engine"], call["sms"], call["kernels"]) == (engine, 4, ["memcpy128", "memcpy32_post"])
 
 
+def test_copies_of_our_own_wire_whose_calls_are_not_recorded_are_joined_by_their_external_id(judge):
+    """Kineto records none of the driver's copy calls."""
+    b = Builder().row("cpu_op", "fsdp_symm::dispatch", 0, 50, External__id=41).row("cpu_op", "aten::mm", 60, 9)
+    for at, nbytes in ((10, 4), (12, MB), (30, 4)):
+        b.copy("DtoD", nbytes, 100 + at, 2, None, correlation=900 + at, External__id=41)
+    b.copy("DtoD", MB, 200, 2, None, correlation=999, External__id=42)  # nobody's
+    report = judge(b)
+    call = only(report)
+    assert (call["kind"], call["engine"], call["num_copies"], call["num_flags"]) == ("dispatch", "copy_engine", 1, 2)
+    assert report["ranks"][0]["num_local_copies"] == 1
+
+
 def test_coalesced_calls_share_the_launch_that_ends_their_group(judge):
     b = Builder()
     for at in (0, 20):
