@@ -15,7 +15,7 @@ from fsdp_symm.memory.arena import SymmMemArena
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
 from fsdp_symm.plan import GroupPlan, Lane, Ring
 from fsdp_symm.selection import SwitchOptions
-from fsdp_symm.verdict import Verdict, reduce_way
+from fsdp_symm.verdict import Verdict
 from fsdp_symm.wire import wire_of
 from fsdp_symm.zero_cta import zero_cta_options
 
@@ -69,17 +69,14 @@ def allocate(plans: tuple[GroupPlan, ...], verdicts: dict[str, Verdict], options
     try:
         for plan in plans:
             if verdicts[plan.name].blocked is None:
-                way = reduce_way([p for p in plans if p.name == plan.name], options.reduce_way or "auto")
-                _allocate_plan(plan, arenas, verdicts, options, way)
+                _allocate_plan(plan, arenas, verdicts, options)
     except SymmMemError as error:
         arenas.abandon(f"the switch failed: {error}")
         raise
     return arenas
 
 
-def _allocate_plan(
-    plan: GroupPlan, arenas: Arenas, verdicts: dict[str, Verdict], options: SwitchOptions, reduce: str
-) -> None:
+def _allocate_plan(plan: GroupPlan, arenas: Arenas, verdicts: dict[str, Verdict], options: SwitchOptions) -> None:
     try:
         for group, rings in _communicators(plan, arenas, options):
             arena = SymmMemArena(
@@ -91,7 +88,7 @@ def _allocate_plan(
                 timeout_s=options.timeout_s,
             )
             arenas.add(arena, plan.root, rings)
-            wire_of(arena).reduce_scatter_way = reduce
+            wire_of(arena).reduce_scatter_way = verdicts[plan.name].reduce_way
     except SymmMemUnavailableError as error:
         if options.strict:
             raise SymmMemConfigError(str(error)) from error

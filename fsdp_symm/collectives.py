@@ -165,9 +165,10 @@ class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
         """
         self._check(input_tensor, output_tensor, group, narrow=self._narrow)
         slot = self._slot(input_tensor, group)
-        nbytes = input_tensor.numel() * input_tensor.element_size()
         if slot is None:
             input_tensor = input_tensor.to(output_tensor.dtype)
+        nbytes = input_tensor.numel() * input_tensor.element_size()
+        if slot is None:
             with self._range(nbytes, PLAIN, group, op_name(op)):
                 return compat.plain_comm(self.role)(output_tensor, input_tensor, group, op, async_op)
         arena, lease = slot

@@ -2,8 +2,9 @@
 
 With ``reduce_dtype=torch.float32`` FSDP2 casts bf16 gradients to fp32, and it is fp32 that travels. A wire that sums
 by itself can send the gradients as they are and add them in fp32: the same numbers from half of the bytes. FSDP2 tells
-its comm only the type of the sum, so the type of the gradients is noted when ``post_backward`` begins, the last moment
-at which the parameters still hold them. Read in 2.13.0, 2.14.1 and 2.15.0.
+its comm only the type of the sum. That of the gradients follows from the parameters' and from whether a backward pass
+without a reduction has accumulated them in the type of the sum; both are the same on every rank, what a rank's own
+gradients look like is not (a module may be unused on some). Read in 2.13.0, 2.14.1 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 
 from fsdp_symm.compat import ParamGroup
+from fsdp_symm.errors import SymmMemError, problem
 
 
 class GradientTypes:
-    """Notes the type of the gradients that a param group is about to reduce.
+    """Knows the type in which the gradients of a param group may travel.
 
     Args:
         group: whose ``post_backward`` is watched, from :meth:`install` on.
@@ -24,8 +26,10 @@ class GradientTypes:
 
     def __init__(self, group: ParamGroup) -> None:
         self._native: Any = group.native
+        self._label = group.label
         self._inner: Any = None
-        self.dtype: torch.dtype | None = None  # of all of them; None: none, or several types
+        self._accumulated = False
+        self.dtype: torch.dtype | None = None  # of the coming reduction; None: unknown, or several types
 
     def install(self) -> None:
         """FSDP2 looks the method up on the instance at every call."""
@@ -41,20 +45,35 @@ class GradientTypes:
             self._native.post_backward = self._inner
 
     def _post_backward(self, *unused: Any) -> Any:
-        kinds = {kind for param in self._native.fsdp_params if (kind := _gradient_dtype(param)) is not None}
-        self.dtype = kinds.pop() if len(kinds) == 1 else None
+        if not self._native.reduce_grads:
+            self._accumulated = True  # FSDP2 casts what it keeps for later to the type of the sum
+            return self._inner(*unused)
+        self.dtype = None if self._accumulated else self._parameters_dtype()
+        self._accumulated = False
         return self._inner(*unused)
 
+    def _parameters_dtype(self) -> torch.dtype | None:
+        """The type of the unsharded parameters, which autograd gives to their gradients.
 
-def _gradient_dtype(param: Any) -> torch.dtype | None:
-    """The type that ``FSDPParamGroup.post_backward`` will hand on for this parameter.
+        Raises:
+            SymmMemError: a gradient has another one.
+        """
+        trainable = [p for p in self._native.fsdp_params if p.sharded_param.requires_grad]
+        if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in trainable):
+            return None  # an extension makes parameters of whatever type it likes
+        kinds = {p.param_dtype or p.orig_dtype for p in trainable}
+        found = {p._unsharded_param.grad.dtype for p in trainable if _has_gradient(p)}
+        if len(kinds) == 1 and found and found != kinds:
+            raise SymmMemError(
+                problem(
+                    f"reduce_scatter of {self._label!r}: gradients of another type than their parameters",
+                    found=found,
+                    expected=kinds,
+                    fix="reduce_scatter=False leaves this group's reductions to FSDP2",
+                )
+            )
+        return kinds.pop() if len(kinds) == 1 else None
 
-    Gradients that were accumulated without a reduction are in the type of the sum already. Those of unused parameters
-    are made as zeros of the parameter's own type, so they change nothing.
-    """
-    if not hasattr(param, "_unsharded_param"):
-        return None
-    if param.unsharded_accumulated_grad is not None:
-        return param.unsharded_accumulated_grad.dtype
-    grad = param._unsharded_param.grad
-    return None if grad is None else grad.dtype
+
+def _has_gradient(param: Any) -> bool:
+    return hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None

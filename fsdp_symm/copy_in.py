@@ -42,6 +42,8 @@ class CopyIn:
             return
         sources = [(t.data_ptr(), t.dtype) for t in inputs]
         if sources != self._sources:
+            if self._kernel is not None:
+                torch.cuda.synchronize(device)  # it may still read its table; rare: shards have moved
             self._sources, self._kernel = sources, None
             self._fused(inputs, range(len(inputs)))
             return

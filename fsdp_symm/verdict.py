@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fsdp_symm import guards
 from fsdp_symm.compat import ROLES
+from fsdp_symm.errors import problem
 from fsdp_symm.memory.nccl_library import peer_addresses_known
 from fsdp_symm.plan import LANES, GroupPlan, Lane
 
@@ -48,6 +49,7 @@ class Verdict:
         downgrades: texts about groups that work, but not by the engine that was asked for.
         advice: texts that a user should know.
         staged: why shards cannot be placed directly, ``None`` if they can.
+        reduce_way: who reduces where there is a choice: ``"copy_engine"`` or ``"nccl"``.
     """
 
     engines: dict[Lane, tuple[str, str]]
@@ -55,6 +57,7 @@ class Verdict:
     downgrades: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     staged: str | None = None
+    reduce_way: str = "nccl"
 
 
 def judge_all(
@@ -97,14 +100,26 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
     blocks = [f.text for f in findings if f.severity == "blocks"]
     engines: dict[Lane, tuple[str, str]] = {role: guards.expected_engine(facts, role) for role in ROLES}
     engines["unshard"] = _PLACED
-    if staged is None and reduce_way(plans, reduce_scatter) == "copy_engine":
+    way = "nccl" if staged else reduce_way(plans, reduce_scatter)
+    if way == "copy_engine":
         engines["reduce_scatter"] = _PULLED
+    downgrades = [f.text for f in findings if f.severity == "degrades"]
+    if staged and reduce_scatter == "copy_engine":
+        downgrades.append(
+            problem(
+                f"group {plan.name}, ranks {list(plan.ranks)}: reduce-scatters are not pulled",
+                found=staged,
+                expected="every peer's memory within reach",
+                fix="reduce_scatter='auto' or 'nccl'",
+            )
+        )
     return Verdict(
         engines=engines,
         blocked="\n".join(blocks) or None,
-        downgrades=tuple(f.text for f in findings if f.severity == "degrades"),
+        downgrades=tuple(downgrades),
         advice=tuple(f.text for f in findings if f.severity == "warns"),
         staged=staged,
+        reduce_way=way,
     )
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_symm import SymmMemHandle, set_symm_mem_for_comm
+from fsdp_symm.errors import SymmMemError
 from tests.harness import Ranks
 from tests.models import DEVICE, Options, build, grads, train_step
 
@@ -64,6 +68,78 @@ def test_widths_change_from_step_to_step(ranks2: Ranks) -> None:
     for answers in ranks2.run(_changing, MIXED):
         for plain, found in answers:
             assert found == plain
+
+
+class Sometimes(nn.Module):
+    """A layer that a rank may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        return x + self.linear(x) if use else x * 1.0
+
+
+def _sometimes(way: str) -> list[list[Any]]:
+    """Gradients of plain FSDP2 and of ours, where rank 1 does not use the layer in one backward pass."""
+    answers = []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mine = dist.get_rank() == 0
+    for switched in (False, True):
+        torch.manual_seed(3)
+        model: Any = nn.Sequential(nn.Linear(64, 64)).to(DEVICE)
+        model.append(Sometimes().to(DEVICE))
+        fully_shard(model[1], mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        handle = set_symm_mem_for_comm(model, strict=True, **SWITCH) if switched else None
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank())).to(DEVICE)
+
+        def backward(use: bool, model: Any = model, x: torch.Tensor = x) -> None:
+            model.unshard()
+            model[1](model[0](x.to(torch.bfloat16)), use).float().square().mean().backward()
+
+        model[1].set_reduce_scatter_unused_params(way == "unused")
+        if way == "accumulated":
+            model.set_requires_gradient_sync(False)
+            backward(mine)
+            model.set_requires_gradient_sync(True)
+            backward(True)
+        else:
+            backward(mine)
+        answers.append([p.grad.to_local().tolist() for p in model[1].parameters()])
+        if handle is not None:
+            handle.close()
+    return answers
+
+
+@pytest.mark.parametrize("way", ["unused", "accumulated"])
+def test_ranks_agree_on_the_type_whatever_their_own_gradients_are(ranks2: Ranks, way: str) -> None:
+    for plain, found in ranks2.run(_sometimes, way):
+        assert found == plain
+
+
+def test_gradients_of_another_type_than_their_parameters_are_refused() -> None:
+    """No program is known that makes them: played with stand-ins for FSDP2's objects."""
+    from fsdp_symm.compat_reduce import GradientTypes
+
+    gradient = torch.zeros(2)
+    parameter = SimpleNamespace(
+        sharded_param=SimpleNamespace(requires_grad=True), _sharded_local_tensor=torch.zeros(2),
+        param_dtype=torch.bfloat16, orig_dtype=torch.float32, _unsharded_param=SimpleNamespace(grad=gradient),
+    )  # fmt: skip
+    native = SimpleNamespace(fsdp_params=[parameter], reduce_grads=True, post_backward=lambda: "reduced")
+    types = GradientTypes(SimpleNamespace(native=native, label="layers.3"))  # type: ignore[arg-type]
+    types.install()
+    with pytest.raises(SymmMemError) as error:
+        native.post_backward()
+    text = str(error.value)
+    assert "reduce_scatter of 'layers.3': gradients of another type than their parameters" in text
+    assert "found: {torch.float32}" in text
+    assert "expected: {torch.bfloat16}" in text
+    assert "reduce_scatter=False leaves this group's reductions to FSDP2" in text
+    parameter._unsharded_param.grad = gradient.to(torch.bfloat16)
+    assert (native.post_backward(), types.dtype) == ("reduced", torch.bfloat16)
 
 
 def _left_alone() -> list[bool]:

@@ -79,6 +79,9 @@ def test_auto_pulls_large_reduce_scatters(monkeypatch, mib, engine) -> None:
     rings = (*(r for r in DIRECT.rings if r is not ring), dataclasses.replace(ring, slot_bytes=slot))
     plan = dataclasses.replace(DIRECT, rings=rings)
     assert _judge(monkeypatch, GroupFacts(), plan, reduce_scatter="auto").engines["reduce_scatter"][0] == engine
+    assert _judge(monkeypatch, GroupFacts(), plan, reduce_scatter="auto").reduce_way == (
+        "copy_engine" if mib >= 32 else "nccl"
+    )
     assert verdict.reduce_way([DIRECT, plan], "auto") == ("copy_engine" if mib >= 32 else "nccl"), (
         "the largest of all plans"
     )
@@ -96,6 +99,12 @@ def test_what_keeps_shards_from_being_placed(monkeypatch, facts, addresses, reas
     judged = _judge(monkeypatch, facts, DIRECT, reduce_scatter="copy_engine", addresses=addresses)
     assert judged.staged == reason
     assert judged.engines["reduce_scatter"][0] != "copy engine"
+    assert judged.reduce_way == "nccl"
+    (text,) = [t for t in judged.downgrades if "reduce-scatters are not pulled" in t]
+    assert f"found: {reason}" in text
+    assert "fix: reduce_scatter='auto' or 'nccl'" in text
+    unasked = _judge(monkeypatch, facts, DIRECT, reduce_scatter="auto", addresses=addresses).downgrades
+    assert not [t for t in unasked if "reduce-scatters are not pulled" in t]
 
 
 def test_peer_memory_asks_only_for_reachable_gpus_and_its_backend(monkeypatch) -> None:

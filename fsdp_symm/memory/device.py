@@ -244,9 +244,9 @@ class DeviceSegment(abc.ABC):
         if self.notices is not None:
             self.notices.note(lane, epoch)
 
-    def not_issued(self, lane: Lane, epoch: int) -> list[int]:
-        """Ranks whose hosts have not come to this call; none where that is not known."""
-        return [] if self.notices is None else self.notices.behind(lane, epoch)
+    def not_issued(self, lane: Lane, epoch: int) -> list[int] | None:
+        """Ranks whose hosts have not come to this call, ``None`` where that is not known."""
+        return None if self.notices is None else self.notices.behind(lane, epoch)
 
     # --- failures and the end ---
 

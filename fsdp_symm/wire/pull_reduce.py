@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from fsdp_symm import compat
+from fsdp_symm.errors import SymmMemError, problem
 from fsdp_symm.memory.arena import Lease
 from fsdp_symm.memory.cuda_driver import Copies, MemOps
 from fsdp_symm.memory.device import DeviceSegment
@@ -97,6 +99,15 @@ class PullReduce:
         """Addresses of staging buffers ``[W - 1, piece_bytes]``: those there are, unless a piece is larger."""
         nbytes = (len(self._peers) - 1) * piece_bytes
         if not self._staging or self._staging[0].numel() < nbytes:
+            if compat.is_capturing():
+                raise SymmMemError(
+                    problem(
+                        "reduce-scatter by copy engines inside a CUDA graph",
+                        found="no staging buffers yet, or smaller ones",
+                        expected="buffers that were made before the capture",
+                        fix="run the step once before torch.cuda.graph",
+                    )
+                )
             torch.cuda.synchronize(self._segment.device)  # the old buffers may still be in use; rare, and at first only
             self._replays.close()
             self._staging = [

@@ -53,6 +53,9 @@ class Pending:
     event: torch.cuda.Event
     since: float = field(default_factory=time.monotonic)
 
+    def __str__(self) -> str:
+        return f"{self.what}, call {self.epoch} of group {list(self.segment.ranks)}"
+
 
 class Replayed:
     """Calls of one segment that are parts of the user's CUDA graphs.
@@ -172,10 +175,10 @@ def _verdict(call: Pending) -> str | None:
     segment = call.segment
     reported = segment.notices.reported() if segment.notices is not None else None
     if reported is not None:
-        return f"{call.what} (epoch {call.epoch}) is stuck: {reported}"
+        return f"{call} is stuck: {reported}"
     if age_s > _DEAD_AFTER_S and segment.notices is not None and (dead := segment.notices.dead_ranks()):
         return problem(
-            f"{call.what}, epoch {call.epoch}: ranks {dead} of group {list(segment.ranks)} are gone",
+            f"{call}: ranks {dead} are gone",
             found="their processes have ended while this rank's GPU waits for them",
             expected="every rank to reach this call",
             fix="look at the first error those ranks printed, or at the kernel's log for an out-of-memory kill",
@@ -183,7 +186,7 @@ def _verdict(call: Pending) -> str | None:
     if age_s <= segment.timeout_s:
         return None
     return problem(
-        f"{call.what}, epoch {call.epoch}: {_late(call)} of group {list(segment.ranks)}",
+        f"{call}: {_late(call)}",
         found=f"not ended on this rank's GPU within {segment.timeout_s:g} s",
         expected="every rank to reach this call",
         fix="look at what those ranks are doing (py-spy dump); raise timeout_s if they are merely slow",
@@ -193,17 +196,18 @@ def _verdict(call: Pending) -> str | None:
 def _late(call: Pending) -> str:
     """Which ranks keep the call waiting: those whose hosts have not come to it, else by the flags on the device."""
     segment, flags = call.segment, call.segment.flags
-    if absent := segment.not_issued(call.lane, call.epoch):
+    absent = segment.not_issued(call.lane, call.epoch)
+    if absent:
         return f"ranks {absent} have not issued this call"
     words = segment.read_flags(patience_s=5.0)
     if words is None or flags is None:
-        return "all ranks have issued it, but not all of their GPUs have come,"
+        return "not all ranks' GPUs have come" + (", though all have issued it" if absent is not None else "")
     # A call first waits until its slot's last data was read; from there on for the data of its peers.
     started = int(words[flags.stage_index(call.slot)]) == STARTED
     kind: Kind = "ready" if started else "done"
     verb = "have not published their data" if started else "have not read this rank's data"
     late = _late_in(words, segment, call.slot, kind)
-    return f"ranks {late} {verb}" if late else "this rank's GPU is busy with something else;"
+    return f"ranks {late} {verb}" if late else "nobody is missing, this rank's GPU is busy with something else"
 
 
 def _late_in(words: torch.Tensor, segment: DeviceSegment, slot: int, kind: Kind) -> list[int]:

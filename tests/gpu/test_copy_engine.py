@@ -177,8 +177,8 @@ print("after", flush=True)
 @pytest.mark.parametrize(
     ("fate", "text"),
     [
-        ("asleep", "ranks [1] have not issued this call of group [0, 1]"),
-        ("killed", "ranks [1] of group [0, 1] are gone"),
+        ("asleep", "of group [0, 1]: ranks [1] have not issued this call"),
+        ("killed", "of group [0, 1]: ranks [1] are gone"),
     ],
 )
 def test_the_watchdog_names_the_missing_rank_and_ends_the_process(tmp_path: Path, fate: str, text: str) -> None:

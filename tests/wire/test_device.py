@@ -209,10 +209,10 @@ class FakeSegment:
     rank: int = 0
     timeout_s: float = 30.0
     flags: Any = None
-    absent: tuple[int, ...] = ()
+    absent: tuple[int, ...] | None = ()
 
-    def not_issued(self, lane: str, epoch: int) -> list[int]:
-        return list(self.absent)
+    def not_issued(self, lane: str, epoch: int) -> list[int] | None:
+        return None if self.absent is None else list(self.absent)
 
     def read_flags(self, patience_s: float) -> torch.Tensor | None:
         return self.words
@@ -227,7 +227,9 @@ class FakeFlags:
         return 4
 
 
-def _text(age_s: float, words: list[int] | None = None, absent: tuple[int, ...] = (), **notices: Any) -> str | None:
+def _text(
+    age_s: float, words: list[int] | None = None, absent: tuple[int, ...] | None = (), **notices: Any
+) -> str | None:
     from fsdp_symm.wire.watchdog import Pending, _verdict
 
     tensor = None if words is None else torch.tensor(words, dtype=torch.int32)
@@ -243,19 +245,20 @@ def test_the_watchdog_waits_in_silence_while_a_call_may_still_end() -> None:
 
 def test_the_watchdog_names_the_call_the_ranks_and_what_they_owe() -> None:
     text = _text(31.0, [0, 0, 0, 0, 1]) or ""
-    assert "unshard of 'layers.3', epoch 9: ranks [5] have not published their data of group [4, 5]" in text
+    assert "unshard of 'layers.3', call 9 of group [4, 5]: ranks [5] have not published their data" in text
     assert "found: not ended on this rank's GPU within 30 s" in text
     for words in ([0, 1, 0, 0, 2], [0, 0, 0, 0, 2], [0, 0, 0, 0, 0]):
         assert "ranks [5] have not read this rank's data" in (_text(31.0, words) or "")
     for words in ([0, 1, 0, 0, 1], [0, 0, 0, 1, 2]):
         assert "this rank's GPU is busy with something else" in (_text(31.0, words) or "")
-    assert "all ranks have issued it, but not all of their GPUs have come" in (_text(31.0) or "")
-    assert "epoch 9: ranks [5] have not issued this call of group [4, 5]" in (_text(31.0, absent=(5,)) or "")
+    assert "not all ranks' GPUs have come, though all have issued it" in (_text(31.0) or "")
+    assert "call 9 of group [4, 5]: ranks [5] have not issued this call" in (_text(31.0, absent=(5,)) or "")
+    assert "not all ranks' GPUs have come\n" in (_text(31.0, absent=None) or ""), "over several hosts nobody knows"
 
 
 def test_the_watchdog_quotes_failures_and_names_dead_ranks() -> None:
     assert "is stuck: rank 5 reported: out of memory" in (_text(0.1, report="rank 5 reported: out of memory") or "")
-    assert "ranks [5] of group [4, 5] are gone" in (_text(3.0, dead=(5,)) or "")
+    assert "of group [4, 5]: ranks [5] are gone" in (_text(3.0, dead=(5,)) or "")
 
 
 def _replayed(looks: list[list[int]], timeout_s: float = 0.0) -> tuple[str | None, int]:
