@@ -10,7 +10,7 @@ gathered by one collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -79,6 +79,11 @@ def annotate(name: str, **args: str | int) -> AbstractContextManager[object]:
     recorder writes keyword values as JSON keys (``torch._C._profiler._RecordFunctionFast``, 2.13-2.15).
     """
     return _RecordFunctionFast(name, [], dict(args))
+
+
+def copy_many(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy and cast pairwise, fused where torch can (``torch._foreach_copy_``, 2.13-2.15; FSDP2 uses it)."""
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 # --- storage ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fsdp_symm import compat
+
 if TYPE_CHECKING:
     from fsdp_symm.wire.device_copy import TwoPlaces
 
@@ -66,7 +68,7 @@ class CopyIn:
     def _fused(self, inputs: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
         targets = [self._shards[i] for i in indices] + [self._own[i] for i in indices]
         sources = [inputs[i] for i in indices] + [inputs[i].view(self._own[i].shape) for i in indices]
-        torch._foreach_copy_(targets, sources)
+        compat.copy_many(targets, sources)
 
     def _from_elsewhere(self, inputs: Sequence[torch.Tensor]) -> None:
         """Bytes that come from the CPU come once."""

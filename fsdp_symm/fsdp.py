@@ -216,16 +216,17 @@ def set_symm_mem_for_comm(
             copies out of it; ``"auto"`` (or ``True``): direct where possible; ``False``: left alone.
         reduce_scatter: ``"copy_engine"``: peers' chunks are pulled by copy engines and summed locally in rank order;
             ``"nccl"``: NCCL's symmetric kernel; ``"auto"`` (or ``True``): pulled where the process group's largest
-            chunk of a rank has 32 MiB or more, NCCL's otherwise; ``False``: left alone. The host backend and torch's
-            peer memory have one way each.
+            chunk of a rank has 32 MiB or more in the type of the sum, NCCL's otherwise; ``False``: left alone. The
+            host backend and torch's peer memory have one way each.
         modules: shell pattern on FQNs (``"layers.*"``), or ``(fqn, module) -> bool``; ``None`` takes all.
         min_bytes: leave layers with smaller gathered buffers than this on the plain path.
         strict: raise where something asked for cannot be had, now or later, instead of warning once.
         slots: at least this many all-gather slots a process group, for programs that unshard modules early by hand.
-        dedicated_all_gather: NCCL only: run all-gathers on a communicator of their own that carries the zero-CTA
+        dedicated_all_gather: NCCL only: run staged all-gathers on a communicator of their own that carries the zero-CTA
             policy, so that all other collectives keep the default policy.
         timeout_s: seconds that any wait between ranks may last, at the switch and in every collective of the host
-            backend; NCCL's collectives have NCCL's own timeout.
+            backend; on our own GPU wire a watchdog names the ranks after it and ends the process; NCCL's collectives
+            have NCCL's own timeout.
 
     Returns:
         A handle: table, report, statistics, undo.

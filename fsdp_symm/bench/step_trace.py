@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_symm.bench.profiling import sm_us
 from fsdp_symm.trace import names
 from fsdp_symm.trace.calls import Call
 from fsdp_symm.trace.classify import Classified, classify
@@ -17,7 +16,6 @@ from fsdp_symm.trace.load import load_trace
 from fsdp_symm.trace.report import report_rank
 
 _TOUCHED = 0.01  # of a matrix product's time: from here on communication runs beside it
-_LOCAL_SUM = "_sum_kernel"  # fsdp_symm.wire.device_sum
 _COPY_OUT = "split_with_sizes"
 _Product = tuple[str, tuple[int, ...] | None, str]  # kernel, grid, input shapes
 
@@ -69,13 +67,12 @@ def read_steps(path: Path, steps: int) -> StepTrace:
     report = report_rank(judged)
     gathers = [c for c in report.calls if c.kind == "all_gather"]
     reduces = [c for c in report.calls if c.kind == "reduce_scatter"]
-    local_sums = [r for r in judged.compute_rows if r.name.startswith(_LOCAL_SUM)]
+    local_sums = [r for c in reduces for r in c.rows if names.is_sum_kernel(r.name)]
     copy_outs = [r for r in judged.compute_rows if _COPY_OUT in r.name]
-    sums_sm_us = sum(sm_us(r, judged.trace.num_sms) for r in local_sums)
     totals: dict[str, float] = {
         "all_gather_us": sum(c.duration_us for c in gathers),
         "reduce_scatter_us": sum(c.duration_us for c in reduces),
-        "sm_us": report.sm_ms * 1e3 + sums_sm_us,
+        "sm_us": report.sm_ms * 1e3,
         "exposed_us": report.exposed_ms * 1e3,
         "copy_out_us": sum(r.end_us - r.start_us for r in copy_outs),
         "local_sum_us": sum(r.end_us - r.start_us for r in local_sums),
@@ -107,7 +104,7 @@ def _by(calls: list[Call], engine: str) -> int:
 
 
 def _kernels(calls: list[Call]) -> int:
-    return sum(row.what == "kernel" for c in calls for row in c.rows)
+    return sum(row.what == "kernel" and not names.is_sum_kernel(row.name) for c in calls for row in c.rows)
 
 
 def _products(judged: Classified, calls: tuple[Call, ...]) -> tuple[dict[_Product, list[float]], dict[_Product, float]]:

@@ -38,29 +38,6 @@ def host_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def step_table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: training steps side by side; the tax is what a variant's step takes beyond the floor's."""
-    table = [
-        "| step | ranks | variant | step, median (min-max) | tax over floor | vs native | all-gathers by copy engine "
-        "| reduce-scatters by symmetric kernel | SM-ms | host us: all-gather, reduce-scatter | peak + symmetric |",
-        "|" + "---|" * 11,
-    ]
-    medians = {(x["name"], x["ranks"], x["variant"]): float(x["median_us"]) for x in lines}
-    for x in lines:
-        name, ranks = x["name"], x["ranks"]
-        step, floor, native = (medians[name, ranks, v] for v in (x["variant"], "floor", "native"))
-        table.append(
-            f"| {name.removeprefix('fsdp_step_')} | {ranks} | {x['variant']} "
-            f"| {step / 1e3:.1f} ms ({float(x['min_us']) / 1e3:.1f}-{float(x['max_us']) / 1e3:.1f}) "
-            f"| {(step - floor) / 1e3:.1f} ms | {step / native:.3f} "
-            f"| {x['copy_engine_gathers']} of {x['gathers']} | {x['symmetric_reduces']} of {x['reduces']} "
-            f"| {float(x['sm_us']) / 1e3:.1f} | {x['host_all_gather_us']}, {x['host_reduce_scatter_us']} "
-            f"| {(int(x['peak_bytes']) + int(x['symmetric_bytes'])) / 2**30:.2f} GiB |"
-        )
-    first = lines[0]
-    return "\n".join([*table, "", f"{first['hardware']}; {first['versions']}; `{first['command']}`."])
-
-
 def inspect_table(lines: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: how fast traces are read, and how much memory that takes."""
     table = ["| who | trace | MB/s (median of n) | n | peak memory |", "|---|---|---|---|---|"]
@@ -78,15 +55,11 @@ def _host(path: Path) -> str:
 
 
 def _steps(path: Path) -> str:
-    lines = schema.read_lines(path)
-    # CSVs from before the ways of ours were told apart have neither taxes nor products
-    return way_tables.step_table(lines) if "tax_us" in lines[0] else step_table(lines)
+    return way_tables.step_table(schema.read_lines(path))
 
 
 def _unshard(path: Path) -> str:
-    lines = schema.read_lines(path)
-    # CSVs from before the copy-in was part of an unshard know no exchange alone
-    return way_tables.unshard_table(lines) if "exchange_us" in lines[0] else way_tables.unshard_calls_table(lines)
+    return way_tables.unshard_table(schema.read_lines(path))
 
 
 def _reduce(path: Path) -> str:

@@ -121,7 +121,7 @@ class Direct:
     def poison_peers(self) -> None:
         """Wrong parameters, but for this rank's own shards, which an exchange does not touch."""
         self._parameters.poison()
-        torch._foreach_copy_(self._parameters.own, self._masters)
+        compat.copy_many(self._parameters.own, self._masters)
 
     def ways(self) -> list[Way]:
         """The whole, and the exchange alone from slots that are filled here, which is the placing."""
@@ -156,7 +156,7 @@ class Staged:
         if address not in self._places:
             start = address + self._world.rank * self._shards.nbytes
             self._places[address] = self._shards.views(start, self._offsets, self._world.device)
-        torch._foreach_copy_(self._places[address], self._masters)
+        compat.copy_many(self._places[address], self._masters)
 
     def whole(self) -> None:
         """Copy-in, all-gather, copy-out."""

@@ -89,25 +89,6 @@ def unshard_table(lines: Sequence[Line]) -> str:
     return markdown(header, rows, lines[0], note)
 
 
-def unshard_calls_table(lines: Sequence[Line]) -> str:
-    """Markdown for CSVs from before copy-ins were measured: a call is the exchange and the copy-out."""
-    header = (
-        "shards of a rank", "way", "engine", "call, ms: median (min-max)", "GB/s a rank",
-        "time / direct's (min-max)", "host us (min-max)", "of it the pull", "call under a GEMM, ms", "GEMM slower by",
-        "SM-ms a call",
-    )  # fmt: skip
-    rows = [
-        (
-            _mib(x), x["variant"], x["engine"] or "-", time(x), number(x["gb_per_s"], 0),
-            spread(x, "vs_direct", 2), spread(x, "host_us", 0), number(x["host_pull_us"], 0),
-            ms(x, "under_gemm_us"), slowdown(x), ms(x, "sm_us", 2),
-        )
-        for x in lines
-    ]  # fmt: skip
-    note = f"{lines[0]['parameters']} parameters of a Llama block, bf16, copied in before a call begins; "
-    return markdown(header, rows, lines[0], note + "all but `direct` end with FSDP2's copy-out.")
-
-
 def _by_task(lines: Sequence[Line]) -> dict[tuple[str, str, str], dict[str, Line]]:
     """(bytes, dtype, op) -> variant -> line."""
     found: dict[tuple[str, str, str], dict[str, Line]] = {}

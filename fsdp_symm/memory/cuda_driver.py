@@ -153,11 +153,6 @@ class CudaDriver:
         self._launch = _runtime_launch() or library.cuGraphLaunch
         self._attribute_args = (ctypes.byref(self._attributes), ctypes.byref(self._first), ctypes.c_size_t(1))
 
-    @property
-    def has_batches(self) -> bool:
-        """Whether the driver copies many blocks in one call (CUDA 12.8); else they are copied one by one."""
-        return self._batch is not None or self._batch_v1 is not None
-
     def _check(self, status: int, call: str) -> None:
         if status != 0:
             text = ctypes.c_char_p()

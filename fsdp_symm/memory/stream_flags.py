@@ -67,7 +67,7 @@ class StreamFlags:
         self._readers = functools.cache(lambda slot: MemOps(waits=self._own("done", slot)))
         self._signal = functools.cache(self._make_signal)
 
-    # --- one call, in this order on one stream, or captured as it is ---
+    # --- one call: await_readers, publish, await_data, finish; on one stream, or captured as it is ---
 
     def publish(self, slot: int, stream: int, *, capturing: bool) -> None:
         """Tell every peer that the slot holds data. After :meth:`await_readers`, in the order of streams."""

@@ -58,18 +58,22 @@ class FsdpSymmSection:
         "'direct': into the parameters themselves; 'staged': through a symmetric buffer; 'auto': direct if possible",
     )
     reduce_scatter: Literal["auto", "copy_engine", "nccl", "off"] = _doc(
-        "auto", "'copy_engine': pulled and summed here; 'nccl': NCCL's symmetric kernel; 'auto': pulled from 32 MiB on"
+        "auto",
+        "'copy_engine': pulled and summed here; 'nccl': NCCL's symmetric kernel; 'auto': pulled if a rank's largest"
+        " chunk has 32 MiB or more in the type of the sum",
     )
     modules: str = _doc("", "shell pattern on module names, e.g. 'layers.*', of what to switch; empty: all")
     zero_cta: bool = _doc(
-        False, "NCCL 2.28 or newer only: every communicator gets the zero-CTA policy, all-gathers use copy engines"
+        False,
+        "NCCL 2.28 or newer only: every communicator gets the zero-CTA policy, so that staged all-gathers use copy"
+        " engines; direct placement needs no policy",
     )
     dedicated_all_gather: bool = _doc(
-        False, "NCCL only, instead of zero_cta: the policy for all-gathers alone, on a communicator of their own"
+        False, "NCCL only, instead of zero_cta: the policy for staged all-gathers alone, on a communicator of their own"
     )
     min_bytes: int = _doc(0, "leave parameter groups with smaller buffers than this (bytes) on the plain path")
     strict: bool = _doc(False, "fail where the switch would otherwise warn and stay on the plain path")
-    slots: int = _doc(0, "buffers per role that may live at once; 0 takes the number from the plan")
+    slots: int = _doc(0, "at least this many all-gather slots; 0 takes the number from the plan")
     timeout_s: float = _doc(60.0, "longest wait for a peer (seconds)")
 
     def __post_init__(self) -> None:
@@ -92,7 +96,8 @@ class ExpertParallelSection:
         "torchtitan",
         "'torchtitan': its own dispatcher, untouched; 'copy_engine': padded rows in symmetric memory;"
         " 'copy_engine_exact': the same, only rows that exist; 'all_to_all': the process group's collectives;"
-        " 'auto': copy_engine where padding is affordable and memory can be had, else all_to_all",
+        " 'auto': copy_engine where padding is affordable and memory can be had, on GPUs only where nothing is read on"
+        " the host, else all_to_all",
     )
     overflow: Literal["grow", "raise", "drop"] = _doc(
         "grow",

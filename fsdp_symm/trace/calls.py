@@ -74,6 +74,7 @@ class Draft:
     kernels: list[DeviceRow] = field(default_factory=list)
     copies: list[DeviceRow] = field(default_factory=list)
     flags: list[DeviceRow] = field(default_factory=list)
+    sums: list[DeviceRow] = field(default_factory=list)  # of pulled chunks: SMs are busy, but move nothing
     unknown_kernels: set[str] = field(default_factory=set)
     gloo: HostRow | None = None
     meta: CommMeta | None = None
@@ -107,7 +108,7 @@ class Draft:
 
     def device_rows(self) -> list[DeviceRow]:
         """All device rows of the call."""
-        return [*self.kernels, *self.copies, *self.flags]
+        return [*self.kernels, *self.copies, *self.flags, *self.sums]
 
     def ends_group(self) -> bool:
         """True for a launch that names no member: by its annotation, or because it has none."""
@@ -273,7 +274,9 @@ def finish_device_call(trace: Trace, draft: Draft) -> Call:
     if unsure:
         notes.append("only local copies, no flags and no group size: this may be a group of one rank")
     limit = trace.num_sms or 1 << 30
-    grids = [(min(math.prod(r.grid), limit) if r.grid else 0, r.end_us - r.start_us) for r in draft.kernels]
+    grids = [
+        (min(math.prod(r.grid), limit) if r.grid else 0, r.end_us - r.start_us) for r in draft.kernels + draft.sums
+    ]
     return Call(
         kind=draft.kind, engine=engine, wire=_wire(draft), name=draft.row.name if draft.row else "",
         module=draft.module, group=group, group_size=size, group_ranks=_ranks(draft), seq=seq,

@@ -120,6 +120,9 @@ class _Joiner:
         if found and names.is_copy_kernel(row.name):
             self._draft(found[0]).kernels.append(row)
             return
+        if found and names.is_sum_kernel(row.name) and self.calls.kind(found[0]) == "reduce_scatter":
+            self._draft(found[0]).sums.append(row)
+            return
         if names.kernel_engine(row.name) is not None:
             if found:
                 self._draft(found[0]).kernels.append(row)

@@ -126,6 +126,11 @@ def is_copy_kernel(name: str) -> bool:
     return _COPY_KERNEL.match(name) is not None
 
 
+def is_sum_kernel(name: str) -> bool:
+    """True for the kernel that sums the chunks which a reduce-scatter has pulled (``fsdp_symm.wire.device_sum``)."""
+    return name == "_sum_kernel"
+
+
 @cache
 def only_synchronises(name: str) -> bool:
     """True for a torch symm_mem kernel that carries no payload: barriers and signals."""

@@ -7,9 +7,9 @@ Protocol of a call, all on one stream of each rank and without its host:
 2. the stream waits until every peer has set its word here, takes the words back, and pulls all blocks;
 3. every peer's *done* word is set: it may use its slot again (:meth:`DeviceSegment.before_reuse`).
 
-A call that comes again is one replayed graph, waits included. Inside a CUDA graph of the user's it becomes part of
-that one. All ranks issue the same calls in the same order, so the earliest call that has not ended can always go on:
-what it waits for was enqueued, on every rank, before anything that waits for it.
+A call that comes again is one replayed graph, waits included; not where ranks share a GPU. Inside a CUDA graph of the
+user's it becomes part of that one. All ranks issue the same calls in the same order, so the earliest call that has not
+ended can always go on: what it waits for was enqueued, on every rank, before anything that waits for it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ class CopyEngineWire:
 
         Raises:
             SymmMemError: the targets do not fit the plan.
-            SymmMemPeerError: the arena has failed.
         """
         places = [(t.data_ptr(), t.nbytes) for t in targets]
         key = (plan.number, lease.index, lease.offset, *places)
@@ -170,7 +169,11 @@ class CopyEngineWire:
         module: str,
         async_op: bool,
     ) -> dist.Work | None:
-        """Reduce every rank's chunk of this rank from ``input_ [W * C]``, the slot's tensor, into ``output [C]``."""
+        """Reduce every rank's chunk of this rank from ``input_ [W * C]``, the slot's tensor, into ``output [C]``.
+
+        Raises:
+            SymmMemError: an op or a type that cannot be summed; or the first call is inside a CUDA graph.
+        """
         stream = self._enter(lease, epoch)
         self._reduce.run(output, input_, op, lease, stream)
         self._leave(stream, lease, epoch, f"reduce_scatter of {module!r}, {lease.nbytes} bytes")

@@ -121,7 +121,7 @@ class Replays:
                 where.stream.wait_event(branch.record_event())
 
     def close(self) -> None:
-        """Free all graphs, once none is running."""
+        """Free all graphs, once none is running, and forget the kept copies."""
         self._kept.clear()
         graphs = list(self._graphs.values())
         self._graphs.clear()

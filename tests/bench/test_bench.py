@@ -81,7 +81,7 @@ def test_tables_are_renewed_between_their_markers(tmp_path: Path, capsys: pytest
     assert main(["bench", "tables", "--root", str(root)]) == 0
     renewed = (root / "README.md").read_text()
     assert "| 1 MiB | 3.00 ms (0.00-0.01) | 1.00 ms (0.00-0.01) | 3.0x |" in renewed
-    assert "| d4096_l4 |" in renewed
+    assert "| d4096_l4, group 1 |" in renewed
     assert "stale" not in renewed
     assert renewed.startswith("head\n")
     assert renewed.endswith("tail\n")
@@ -114,7 +114,7 @@ def test_a_table_is_renewed_where_its_markers_are(tmp_path: Path, capsys: pytest
     (root / "README.md").write_text((root / "README.md").read_text() + _markers("experts_cpu_w2"))
     assert main(["bench", "tables", "--root", str(root)]) == 2
     assert "found no single pair of markers for 'experts_cpu_w2'" in capsys.readouterr().err
-    document.write_text(_markers("experts_w4"))
+    document.write_text(_markers("reduce_scatter_w4"))
     assert main(["bench", "tables", "--root", str(root)]) == 2
     assert "expected a CSV, fix: run the benchmark first" in capsys.readouterr().err
 

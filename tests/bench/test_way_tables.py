@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_symm.bench import reduce_scatter, schema, tables, unshard, way_tables
+from fsdp_symm.bench import reduce_scatter, schema, unshard, way_tables
 from fsdp_symm.bench.reduce_scatter import ReduceBench
 from fsdp_symm.bench.timing import spread
 from fsdp_symm.bench.unshard import UnshardBench
@@ -65,26 +65,6 @@ def test_unshard_table() -> None:
     assert "copy-out in all but `direct`" in notes[0]
     assert "for `direct` the exchange itself" in notes[0]
     assert notes[1] == "2 ranks on h; v; `c`."
-
-
-def test_lines_from_before_the_copy_in_have_their_own_table(tmp_path: Path) -> None:
-    line = _unshard_line("direct", 1000.0, engine="copy engine", sm_us=0.0, host_pull_us=29.9)
-    old = {name: value for name, value in line.items() if not name.startswith("exchange")}
-    path = tmp_path / "u.csv"
-    schema.write_lines(path, [old])
-    header, _, row, *_ = tables.TABLES["unshard_w2"][1](path).splitlines()
-    assert "call, ms: median (min-max)" in header
-    assert row == (
-        "| 128 MiB | direct | copy engine | 1.000 (0.999-1.001) | 350 | 1.00 (1.00-1.00) | 38 (36-41) | 30 | - "
-        "| 1.5 % (-0.2 to 2.0) | 0.00 |"
-    )
-    schema.write_lines(path, [line])
-    assert "whole unshard, ms" in tables.TABLES["unshard_w2"][1](path)
-    # and those from before placing was measured have nothing there
-    schema.write_lines(path, [{name: value for name, value in line.items() if not name.startswith("place")}])
-    row = tables.TABLES["unshard_w2"][1](path).splitlines()[2]
-    assert "| 1.00 (1.00-1.00) | - | - | - | - | 0.500 (0.500-0.500) |" in row
-    assert "| 38, - |" in row
 
 
 def _reduce_lines() -> list[dict[str, Any]]:
@@ -165,10 +145,8 @@ class _Anything(dict[str, Any]):
 def test_every_row_has_a_cell_for_each_header() -> None:
     step = _Anything(ROW, name="fsdp_step_d8_l1", losses="1.0", losses_within="0")
     steps = [_Anything(step, variant=variant) for variant in ("plain", "native", "direct+pulls", "floor")]
-    old = [_Anything(x, tax_us="") for x in steps]
-    shards = [_unshard_line(variant, 1.0, host_pull_us=1) for variant in ("direct", "staged")]
-    texts = [way_tables.step_table(steps), tables.step_table(old), way_tables.unshard_table(shards)]
-    texts += [way_tables.unshard_calls_table(shards), way_tables.reduce_table(_reduce_lines())]
+    shards = [_unshard_line(variant, 1.0) for variant in ("direct", "staged")]
+    texts = [way_tables.step_table(steps), way_tables.unshard_table(shards), way_tables.reduce_table(_reduce_lines())]
     for text in [*texts, way_tables.pieces_table(_reduce_lines())]:
         rows = [line for line in text.splitlines() if line.startswith("|")]
         assert len(rows) > 2
