@@ -33,11 +33,19 @@ class GradientTypes:
 
     def install(self) -> None:
         """FSDP2 looks the method up on the instance at every call."""
+        # What a group that was unsharded before has kept for later is not known; the answer is the same on every rank.
+        self._accumulated = any(p.all_gather_outputs for p in self._native.fsdp_params)
         self._inner = self._native.post_backward
         self._native.post_backward = self._post_backward
 
     def uninstall(self) -> None:
-        """Undo :meth:`install`, unless somebody has wrapped the method again since."""
+        """Undo :meth:`install`; a later one of these goes on without this one, anybody else's wrapper stays."""
+        outer = getattr(self._native.__dict__.get("post_backward"), "__self__", None)
+        while isinstance(outer, GradientTypes) and outer is not self:
+            if outer._inner == self._post_backward:
+                outer._inner = self._inner
+                return
+            outer = getattr(outer._inner, "__self__", None)
         if self._native.__dict__.get("post_backward") != self._post_backward:
             return
         del self._native.post_backward

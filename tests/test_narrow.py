@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from fsdp_symm import SymmMemHandle, set_symm_mem_for_comm
 from fsdp_symm.errors import SymmMemError
 from tests.harness import Ranks
-from tests.models import DEVICE, Options, build, grads, train_step
+from tests.models import DEVICE, Options, batch, build, grads, train_step
 
 MIXED = Options(param_dtype="bfloat16", reduce_dtype="float32")
 SWITCH = {"reduce_scatter": "copy_engine"} if DEVICE == "cuda" else {}
@@ -126,7 +126,8 @@ def test_gradients_of_another_type_than_their_parameters_are_refused() -> None:
     gradient = torch.zeros(2)
     parameter = SimpleNamespace(
         sharded_param=SimpleNamespace(requires_grad=True), _sharded_local_tensor=torch.zeros(2),
-        param_dtype=torch.bfloat16, orig_dtype=torch.float32, _unsharded_param=SimpleNamespace(grad=gradient),
+        param_dtype=torch.bfloat16, orig_dtype=torch.float32, all_gather_outputs=[],
+        _unsharded_param=SimpleNamespace(grad=gradient),
     )  # fmt: skip
     native = SimpleNamespace(fsdp_params=[parameter], reduce_grads=True, post_backward=lambda: "reduced")
     types = GradientTypes(SimpleNamespace(native=native, label="layers.3"))  # type: ignore[arg-type]
@@ -140,6 +141,53 @@ def test_gradients_of_another_type_than_their_parameters_are_refused() -> None:
     assert "reduce_scatter=False leaves this group's reductions to FSDP2" in text
     parameter._unsharded_param.grad = gradient.to(torch.bfloat16)
     assert (native.post_backward(), types.dtype) == ("reduced", torch.bfloat16)
+
+
+def _switched_late(again: bool) -> list[list[Any]]:
+    """The switch comes while gradients wait that were accumulated without a reduction."""
+    answers = []
+    for switched in (False, True):
+        model = build(MIXED)
+        if switched and again:  # a handle that has seen the accumulation is closed, and another one takes over
+            first = set_symm_mem_for_comm(model, strict=True, **SWITCH)
+        model.set_requires_gradient_sync(False)
+        model(batch(0)).float().square().mean().backward()
+        if switched and again:
+            first.close()
+        handle = set_symm_mem_for_comm(model, strict=True, **SWITCH) if switched else None
+        model.set_requires_gradient_sync(True)
+        model(batch(1)).float().square().mean().backward()
+        answers.append([None if g is None else g.tolist() for g in grads(model)])
+        if handle is not None:
+            handle.close()
+    return answers
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_gradients_that_waited_for_the_switch_keep_their_digits(ranks2: Ranks, again: bool) -> None:
+    for plain, found in ranks2.run(_switched_late, again):
+        assert found == plain
+
+
+def _unlinked() -> list[bool]:
+    """A, then B on top of it; A goes first, then B."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    model = build(MIXED)
+    first = set_symm_mem_for_comm(model, strict=True, **SWITCH)
+    states = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    for group in states:
+        group._reduce_scatter_comm = DefaultReduceScatter()
+    second = set_symm_mem_for_comm(model, all_gather=False, strict=True, **SWITCH)
+    first.close()
+    second.close()
+    return ["post_backward" in vars(group) for group in states]
+
+
+def test_a_handle_below_another_leaves_nothing_behind(ranks2: Ranks) -> None:
+    for answer in ranks2.run(_unlinked):
+        assert answer
+        assert not any(answer)
 
 
 def _left_alone() -> list[bool]:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from fsdp_symm.errors import SymmMemConfigError
+
 
 @dataclass(frozen=True)
 class Row:
@@ -107,10 +109,45 @@ def write(path: Path, rows: Iterable[Row]) -> None:
         writer.writerows(asdict(row) for row in rows)
 
 
+def refuse_unwritable(path: Path, option: str = "--csv") -> None:
+    """Find out before anything is measured whether the CSV can be written, and what is there already be read.
+
+    Raises:
+        SymmMemConfigError: one line: found, expected, fix.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("a").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise SymmMemConfigError(
+            f"{option}: found {path} ({error.strerror}), expected a file that can be written, fix: {option} x.csv"
+        ) from error
+    if not new:
+        read_lines(path)
+
+
 def read_lines(path: Path) -> list[dict[str, str]]:
-    """Every column as text."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    """Every column as text.
+
+    Raises:
+        SymmMemConfigError: not a CSV of this schema; one line.
+    """
+    try:
+        with path.open(newline="") as file:
+            lines = list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SymmMemConfigError(
+            f"{path}: found no CSV ({error}), expected one of a benchmark, fix: another file"
+        ) from error
+    missing = [name for name in ("name", "variant") if lines and name not in lines[0]]
+    if missing:
+        raise SymmMemConfigError(
+            f"{path}: found columns {list(lines[0])}, expected {missing} among them, fix: a file that a benchmark wrote"
+        )
+    return lines
 
 
 def read(path: Path) -> list[Row]:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from fsdp_symm.bench import schema, train_tables
 from fsdp_symm.bench.way_tables import Line, time
+from fsdp_symm.errors import SymmMemConfigError
 
 
 def run(folder: Path) -> int:
@@ -18,7 +19,11 @@ def run(folder: Path) -> int:
         0, 1 if the losses of training runs differ, 2 where nothing was measured.
     """
     err = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    csvs = {path: schema.read_lines(path) for path in sorted(folder.glob("*.csv"))}
+    try:
+        csvs = {path: schema.read_lines(path) for path in sorted(folder.glob("*.csv"))}
+    except SymmMemConfigError as error:
+        err.print(f"fsdp-symm bench summary: {error}")
+        return 2
     lines = [x for rows in csvs.values() for x in last_of_each(rows)]
     if not lines:
         err.print(

@@ -63,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         bench = _bench(args)
         bench.check()
+        schema.refuse_unwritable(args.csv)
+        if args.traces is not None and args.traces.exists() and not args.traces.is_dir():
+            raise SymmMemConfigError(f"--traces: found the file {args.traces}, expected a folder, fix: --traces traces")
     except SymmMemConfigError as error:
         err.print(f"fsdp-symm {error}" if str(error).startswith("bench") else f"fsdp-symm bench train: {error}")
         return 2

@@ -6,6 +6,8 @@ in ``docs/experts.md``. Legend as in :mod:`fsdp_symm.experts.routing`.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 
@@ -84,10 +86,11 @@ def ep_finalize() -> None:
     is fine. Collective; call it before ``destroy_process_group()``."""
     global _current
     context, _current = _current, None
-    if context is not None and compat.group_is_alive(context.group):
-        context.close()
-    close_shared()
-    symmetric.close_all()
+    with contextlib.ExitStack() as stack:  # one failure does not keep the others
+        stack.callback(symmetric.close_all)
+        stack.callback(close_shared)
+        if context is not None and compat.group_is_alive(context.group):
+            stack.callback(context.close)
 
 
 def _context() -> EpContext:

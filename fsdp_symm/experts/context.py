@@ -5,6 +5,7 @@ Legend as in :mod:`fsdp_symm.experts.routing`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable
@@ -315,8 +316,10 @@ def abandon_shared(reason: str) -> None:
 
 
 def close_shared() -> None:
-    """Close every shared context, in the order of creation. Collective over their groups."""
-    while _shared:
-        context = _shared.pop(0)
-        if compat.group_is_alive(context.group):
-            context.close()
+    """Close every shared context, in the order of creation; one failure does not keep the others. Collective over their
+    groups."""
+    contexts = [c for c in _shared if compat.group_is_alive(c.group)]
+    _shared.clear()
+    with contextlib.ExitStack() as stack:
+        for context in reversed(contexts):
+            stack.callback(context.close)

@@ -212,6 +212,8 @@ def _combine_backward(
     if grad_tokens is None:
         grad_tokens = torch.zeros((home.shape[0], width), dtype=dtype, device=home.device)
     extra = grad_extra if ctx.needs_input_grad[2] else None
+    if ctx.needs_input_grad[2] and extra is None:  # the peers wait for it, whatever this rank's loss has used
+        extra = torch.zeros((home.shape[0], slots.shape[1]), dtype=torch.float32, device=home.device)
     grads, extra_grad = dispatch(grad_tokens, extra, home, table, source, slots, ctx.key)
     grad_rows, grad_scale = grads, None
     if ctx.weighted:

@@ -80,6 +80,8 @@ class PullReduce:
         self._output = torch.zeros(1, dtype=torch.int64, device=segment.device)  # where the kernels write
         self._output_word = MemOps(pointer=self._output.data_ptr())
         self._staging: list[torch.Tensor] = []
+        self._captured = False  # whether a graph of the user's names the buffers
+        self._named: list[torch.Tensor] = []  # buffers that were replaced, but such a graph names them
 
     def run(
         self, output: torch.Tensor, input_: torch.Tensor, op: object, lease: Lease, stream: torch.cuda.Stream
@@ -98,8 +100,9 @@ class PullReduce:
     def _buffers_for(self, piece_bytes: int) -> tuple[int, ...]:
         """Addresses of staging buffers ``[W - 1, piece_bytes]``: those there are, unless a piece is larger."""
         nbytes = (len(self._peers) - 1) * piece_bytes
+        capturing = compat.is_capturing()
         if not self._staging or self._staging[0].numel() < nbytes:
-            if compat.is_capturing():
+            if capturing:
                 raise SymmMemError(
                     problem(
                         "reduce-scatter by copy engines inside a CUDA graph",
@@ -110,9 +113,13 @@ class PullReduce:
                 )
             torch.cuda.synchronize(self._segment.device)  # the old buffers may still be in use; rare, and at first only
             self._replays.close()
+            if self._captured:
+                self._named += self._staging
             self._staging = [
                 torch.empty(nbytes, dtype=torch.uint8, device=self._segment.device) for _ in range(_BUFFERS)
             ]
+            self._captured = False
+        self._captured |= capturing
         return tuple(buffer.data_ptr() for buffer in self._staging)
 
     def _pull_and_sum(self, job: _Job, where: Enqueueing) -> None:

@@ -98,7 +98,7 @@ class Replayed:
         if words is None or flags is None:
             return set()
         waiting = set()
-        for slot in self.calls:
+        for slot in list(self.calls):  # another thread may add one
             late = _late_in(words, self.segment, slot, "ready")
             if late and int(words[flags.stage_index(slot)]) == STARTED:
                 waiting.add((slot, tuple(late)))

@@ -235,6 +235,39 @@ def test_types_come_from_the_overrides_then_the_file(tmp_path: Path) -> None:
     assert train._dtype(given) == "bfloat16/float32"
 
 
+@pytest.mark.parametrize(
+    ("place", "complaint"),
+    [
+        ("", "Is a directory"),
+        ("file/x.csv", "found"),
+        ("old.csv", "found columns ['a', 'b'], expected ['name', 'variant'] among them"),
+        ("binary.csv", "found no CSV"),
+    ],
+)
+def test_a_csv_that_cannot_be_written_is_found_before_anything_runs(
+    place: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "old.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "binary.csv").write_bytes(bytes(range(256)))
+    monkeypatch.setattr("fsdp_symm.bench.train.run_variant", lambda *_: pytest.fail("it ran"))
+    assert main(["bench", "train", "--csv", str(tmp_path / place), "--config", DENSE, "--variants", "plain"]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_traces_are_kept_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t").write_text("")
+    words = ["--csv", str(tmp_path / "x.csv"), "--config", DENSE, "--traces", str(tmp_path / "t")]
+    assert main(["bench", "train", *words]) == 2
+    assert "expected a folder" in capsys.readouterr().err
+
+
+def test_a_summary_of_foreign_files_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    assert main(["bench", "summary", str(tmp_path)]) == 2
+    assert "x.csv: found columns ['a', 'b']" in capsys.readouterr().err
+
+
 def test_bad_usage_is_known_by_its_error() -> None:
     with pytest.raises(SymmMemConfigError):
         Variant.parse("")

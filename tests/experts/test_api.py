@@ -228,6 +228,25 @@ def test_second_derivatives(ranks2: Ranks) -> None:
     ranks2.run(_second_order)
 
 
+def _second_order_apart() -> None:
+    """Each rank's second loss uses another first gradient; the exchanges of both are made on both."""
+    bootstrap()
+    buffer, rank = EpBuffer(), dist.get_rank()
+    tokens, ids, weights = inputs()
+    rows, row_weights, _ = ep_dispatch(buffer, tokens, ids, weights)
+    out = ep_combine(buffer, rows.square(), recv_topk_weights=row_weights)
+    first = torch.autograd.grad(out.sum(), (tokens, weights), create_graph=True)
+    first[rank].sum().backward()
+    topk = ids.shape[1]
+    expected = torch.full_like(tokens, 2.0) if rank == 0 else 2.0 * topk * tokens.detach()
+    torch.testing.assert_close(tokens.grad, expected)
+    ep_finalize()
+
+
+def test_second_derivatives_of_different_gradients_on_each_rank(ranks2: Ranks) -> None:
+    ranks2.run(_second_order_apart)
+
+
 # --- many steps, many microbatches -------------------------------------------------------------------------
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -137,6 +139,37 @@ def test_reduce_scatters_sum_in_rank_order_into_whatever_output(
             assert torch.equal(output, expected), f"call {call}"
 
     run(world_size, SLOT, program)
+
+
+def test_buffers_that_a_captured_reduce_scatter_names_stay(monkeypatch: Any) -> None:
+    install(monkeypatch)
+    monkeypatch.setattr(pull_reduce, "PIECE_BYTES", 1 << 20)
+
+    def program(segment: SimulatedSegment) -> None:
+        ranks = Rank(segment, "reduce_scatter", 1, SLOT)
+        output = torch.empty(64)
+
+        def call(numel: int) -> None:
+            slot, lease = ranks.acquire(2 * 4 * numel)
+            source, values = slot.view(torch.float32), torch.arange(2 * numel, dtype=torch.float32)
+            segment.driver.do(lambda: source.copy_(values))
+            out = output[:numel]
+            ranks.wire.reduce_scatter(out, source, dist.ReduceOp.SUM, lease, ranks.calls, module="m", async_op=False)
+
+        with pytest.raises(SymmMemError, match=r"run the step once before torch\.cuda\.graph"):
+            segment.driver.user_capture(lambda: call(16))
+        call(16)
+        graph = segment.driver.user_capture(lambda: call(16))
+        kept = weakref.ref(ranks.wire._reduce._staging[0].untyped_storage())
+        call(64)  # larger pieces: other buffers
+        gc.collect()
+        assert kept() is not None, "replays still write there"
+        output.fill_(-1)
+        segment.driver.launch(graph, 0)
+        expected = 2.0 * (torch.arange(16) + 16 * segment.rank)
+        assert torch.equal(output[:16], expected)
+
+    run(2, SLOT, program)
 
 
 def test_an_all_gather_leaves_its_own_chunk_alone(monkeypatch: Any) -> None:
