@@ -64,17 +64,19 @@ class GradientTypes:
         """The type of the unsharded parameters, which autograd gives to their gradients.
 
         Raises:
-            SymmMemError: a gradient has another one.
+            SymmMemError: a gradient has a wider one, and would lose digits on its way.
         """
         trainable = [p for p in self._native.fsdp_params if p.sharded_param.requires_grad]
         if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in trainable):
             return None  # an extension makes parameters of whatever type it likes
+        if len(self._native.modules) > 1 and hasattr(self._native, "_fsdp_params_with_wider_grad_dtype"):
+            return None  # 2.15: where only some modules of the group ran, autograd itself widens their gradients
         kinds = {p.param_dtype or p.orig_dtype for p in trainable}
         found = {p._unsharded_param.grad.dtype for p in trainable if _has_gradient(p)}
-        if len(kinds) == 1 and found and found != kinds:
+        if len(kinds) == 1 and any(kind.itemsize > max(k.itemsize for k in kinds) for kind in found):
             raise SymmMemError(
                 problem(
-                    f"reduce_scatter of {self._label!r}: gradients of another type than their parameters",
+                    f"reduce_scatter of {self._label!r}: gradients of a wider type than their parameters",
                     found=found,
                     expected=kinds,
                     fix="reduce_scatter=False leaves this group's reductions to FSDP2",

@@ -119,7 +119,7 @@ def test_ranks_agree_on_the_type_whatever_their_own_gradients_are(ranks2: Ranks,
         assert found == plain
 
 
-def test_gradients_of_another_type_than_their_parameters_are_refused() -> None:
+def test_gradients_of_a_wider_type_than_their_parameters_are_refused() -> None:
     """No program is known that makes them: played with stand-ins for FSDP2's objects."""
     from fsdp_symm.compat_reduce import GradientTypes
 
@@ -129,16 +129,20 @@ def test_gradients_of_another_type_than_their_parameters_are_refused() -> None:
         param_dtype=torch.bfloat16, orig_dtype=torch.float32, all_gather_outputs=[],
         _unsharded_param=SimpleNamespace(grad=gradient),
     )  # fmt: skip
-    native = SimpleNamespace(fsdp_params=[parameter], reduce_grads=True, post_backward=lambda: "reduced")
+    native = SimpleNamespace(
+        fsdp_params=[parameter], modules=[None], reduce_grads=True, post_backward=lambda: "reduced"
+    )
     types = GradientTypes(SimpleNamespace(native=native, label="layers.3"))  # type: ignore[arg-type]
     types.install()
     with pytest.raises(SymmMemError) as error:
         native.post_backward()
     text = str(error.value)
-    assert "reduce_scatter of 'layers.3': gradients of another type than their parameters" in text
+    assert "reduce_scatter of 'layers.3': gradients of a wider type than their parameters" in text
     assert "found: {torch.float32}" in text
     assert "expected: {torch.bfloat16}" in text
     assert "reduce_scatter=False leaves this group's reductions to FSDP2" in text
+    parameter._unsharded_param.grad = gradient.to(torch.float16)
+    assert native.post_backward() == "reduced", "as wide: FSDP2 reduces in a type of its own"
     parameter._unsharded_param.grad = gradient.to(torch.bfloat16)
     assert (native.post_backward(), types.dtype) == ("reduced", torch.bfloat16)
 
