@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResul
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from fsdp_symm import compat
+from fsdp_symm import compat, compat_sizes
 from fsdp_symm.compat import ParamGroup
 
 
@@ -179,10 +179,10 @@ def input_nbytes(group: ParamGroup, world_size: int) -> list[int]:
     """Bytes of each all-gather input of one rank, if the group's parameters are sharded over ``world_size`` ranks.
 
     Raises:
-        compat.UnsizedExtensionError: an all-gather extension failed when it was asked.
+        compat_sizes.UnsizedExtensionError: an all-gather extension failed when it was asked.
     """
     factor = compat.shard_group(group).size()
-    sizes = [n for param in group.native.fsdp_params for n in compat.param_input_nbytes(param)]
+    sizes = [n for param in group.native.fsdp_params for n in compat_sizes.param_input_nbytes(param)]
     return [n * factor // world_size for n in sizes]
 
 

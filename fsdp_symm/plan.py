@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from fsdp_symm import compat, compat_unshard
+from fsdp_symm import compat, compat_sizes, compat_unshard
 from fsdp_symm.compat import ParamGroup, Role
 from fsdp_symm.errors import PlanMismatchError, problem
 from fsdp_symm.rendezvous import exchange_many
@@ -147,10 +147,10 @@ def member(group: ParamGroup, role: Role, backend: str, *, direct: bool = False,
         note: see :class:`Member`.
 
     Raises:
-        compat.UnsizedExtensionError: an all-gather extension could not be asked for its sizes.
+        compat_sizes.UnsizedExtensionError: an all-gather extension could not be asked for its sizes.
     """
     groups = role_groups(group, role)
-    size = compat.all_gather_bytes if role == "all_gather" else compat.reduce_scatter_bytes
+    size = compat_sizes.all_gather_bytes if role == "all_gather" else compat_sizes.reduce_scatter_bytes
     nbytes, dtype = size(group)
     if not direct:
         return Member(group, role, role, groups, backend, (nbytes,) * len(groups), nbytes, dtype, note)

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from fsdp_symm import compat, compat_nccl, compat_unshard
+from fsdp_symm import compat, compat_nccl, compat_sizes, compat_unshard
 from fsdp_symm.compat import ParamGroup, Role
 from fsdp_symm.errors import SymmMemConfigError, problem
 from fsdp_symm.memory.arena import BACKENDS
@@ -197,7 +197,7 @@ def _decide(group: ParamGroup, role: Role, options: SwitchOptions, chosen: bool)
         return Skip(group, role, reason, downgrade=True)
     try:
         sized = _member(group, role, backend, options)
-    except compat.UnsizedExtensionError as error:
+    except compat_sizes.UnsizedExtensionError as error:
         return Skip(group, role, f"the all-gather extension could not be sized ({error})", downgrade=True)
     if sized.whole_nbytes == 0:
         reason = "no trainable parameters" if role == "reduce_scatter" else "no bytes"

@@ -179,23 +179,6 @@ def _home_kernel(
         _sum_facts(work, facts, block - blocks, num_tokens, blocks, EXPERTS, RANKS, BY_TOKEN, CHUNK, BLOCKS)
 
 
-@triton.jit(do_not_specialize=["numel"])
-def _narrow_kernel(
-    ids,  # noqa: ANN001 - int [T, K]
-    narrowed,  # noqa: ANN001 - int32 [T, K]
-    numel,  # noqa: ANN001
-    token_stride,  # noqa: ANN001
-    k_stride,  # noqa: ANN001
-    K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(ids + at // K * token_stride + at % K * k_stride, mask=at < numel, other=-1).to(tl.int64)
-    expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, -1)
-    tl.store(narrowed + at, expert.to(tl.int32), mask=at < numel)
-
-
 @triton.jit(do_not_specialize=["numel", "num_rows"])
 def _invert_kernel(
     table,  # noqa: ANN001 - int64 [T, R]
@@ -245,17 +228,6 @@ def route(ids: torch.Tensor, *, num_experts: int, num_ranks: int, rows_per_rank:
         )
     rows, experts, invalid = facts.split_with_sizes([num_ranks, num_experts, 1])
     return Route(home, rows, experts, invalid, facts, narrowed)
-
-
-def narrow(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """:func:`fsdp_symm.experts.routing.narrow`: one launch, one allocation."""
-    narrowed = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
-    if ids.numel():
-        with torch.cuda.device_of(ids):
-            _narrow_kernel[(triton.cdiv(ids.numel(), _FLAT),)](
-                ids, narrowed, ids.numel(), *ids.stride(), K=ids.shape[1], EXPERTS=num_experts, BLOCK=_FLAT
-            )
-    return narrowed
 
 
 def invert(table: torch.Tensor, num_rows: int, divisor: int) -> torch.Tensor:

@@ -16,18 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
+from fsdp_symm.wire.kernel_types import FLOATS, VECTOR_BYTES, WORDS
+
 _TILE = 1024  # words, or elements of a sum, that one program handles
 _WARPS = 4
 _WORD_BYTES = 8  # the widest integer
-_VECTOR_BYTES = 16  # the widest access of a thread
 _UNROLL = 16  # so many terms of a sum are loaded side by side
-_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-_FLOATS = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -192,7 +186,7 @@ def gather_rows(rows: torch.Tensor, index: torch.Tensor, fill: float, out: torch
     rows, size = _flat_rows(rows), rows.element_size()
     width, row_stride = rows.shape[1] * size, rows.stride(0) * size
     source, target = rows.data_ptr(), out.data_ptr()
-    together = width | row_stride | source | target | _VECTOR_BYTES
+    together = width | row_stride | source | target | VECTOR_BYTES
     unit = together & -together  # the largest power of two that divides them all
     word = min(unit, _WORD_BYTES)
     tile_rows, columns = _tile(width // word)
@@ -207,7 +201,7 @@ def gather_rows(rows: torch.Tensor, index: torch.Tensor, fill: float, out: torch
             index.stride(0),
             FILL=_fill_word(fill, rows.dtype, word),
             DIVISOR=divisor,
-            WORD=_WORDS[word],
+            WORD=WORDS[word],
             VECTOR=unit // word,
             ROWS=tile_rows,
             COLUMNS=columns,
@@ -224,15 +218,15 @@ def copyable(rows: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> bool
 
 def summable(rows: torch.Tensor, index: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor | None) -> bool:
     """Whether :func:`sum_rows` knows the types and can write there."""
-    if out is not None and not (out.is_cuda == rows.is_cuda and out.dtype in _FLOATS and _flat(out)):
+    if out is not None and not (out.is_cuda == rows.is_cuda and out.dtype in FLOATS and _flat(out)):
         return False
-    adds = rows.dtype in _FLOATS and index.dtype == torch.int64
+    adds = rows.dtype in FLOATS and index.dtype == torch.int64
     return adds and (scale is None or scale.dtype == torch.float32)
 
 
 def weighable(grads: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor) -> bool:
     """Whether :func:`weigh_rows` knows the types."""
-    return grads.dtype in _FLOATS and rows.dtype in _FLOATS and scale.dtype == torch.float32
+    return grads.dtype in FLOATS and rows.dtype in FLOATS and scale.dtype == torch.float32
 
 
 def sum_rows(rows: torch.Tensor, index: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
@@ -242,7 +236,7 @@ def sum_rows(rows: torch.Tensor, index: torch.Tensor, scale: torch.Tensor | None
     if rows.shape[0] == 0:
         return out.zero_()
     rows, (num_rows, terms) = _flat_rows(rows), index.shape
-    together = rows.shape[1] | rows.stride(0) | out.stride(0) | _VECTOR_BYTES
+    together = rows.shape[1] | rows.stride(0) | out.stride(0) | VECTOR_BYTES
     vector = together & -together
     tile_rows, columns = _tile(rows.shape[1])
     with torch.cuda.device_of(rows):
@@ -260,7 +254,7 @@ def sum_rows(rows: torch.Tensor, index: torch.Tensor, scale: torch.Tensor | None
             K=terms,
             SCALED=scale is not None,
             ACCUMULATE=tl.float64 if rows.dtype == torch.float64 else tl.float32,
-            OUTPUT=_FLOATS[out.dtype],
+            OUTPUT=FLOATS[out.dtype],
             VECTOR=vector,
             UNROLL=terms <= _UNROLL,
             ROWS=tile_rows,
@@ -281,7 +275,7 @@ def weigh_rows(
     dots = grads.new_empty(num_rows if with_dots else 0, dtype=torch.float32)
     if num_rows == 0:
         return out, dots
-    together = width | rows.stride(0) | grads.stride(0) | _VECTOR_BYTES
+    together = width | rows.stride(0) | grads.stride(0) | VECTOR_BYTES
     vector = together & -together
     tile_rows, columns = _tile(max(width, 1))
     with torch.cuda.device_of(rows):

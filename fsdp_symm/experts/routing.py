@@ -107,10 +107,6 @@ def route(
 
 def narrow(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Expert ids as int32, everything that is none as -1: int64 masks such as ``iinfo.min`` would wrap to an expert."""
-    if _on_gpu(ids):
-        from fsdp_symm.experts import device_routes
-
-        return device_routes.narrow(ids, num_experts)
     return torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(torch.int32)
 
 

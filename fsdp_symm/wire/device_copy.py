@@ -18,16 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
+from fsdp_symm.wire.kernel_types import FLOATS, VECTOR_BYTES, WORDS
+
 _BLOCK = 4096
 _WARPS = 8
-_VECTOR_BYTES = 16  # widest access of a thread
-_FLOATS = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
-_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # without a cast, whatever the bits mean
 
 
 @triton.jit
@@ -83,7 +77,7 @@ class _Launch:
 
 def castable(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether :class:`TwoPlaces` knows this pair."""
-    return source == target or (source in _FLOATS and target in _FLOATS)
+    return source == target or (source in FLOATS and target in FLOATS)
 
 
 class TwoPlaces:
@@ -121,11 +115,11 @@ class TwoPlaces:
 
 
 def _kind(source: torch.dtype, target: torch.dtype, row: tuple[int, int, int, int]) -> _Kind:
-    aligned = all(address % _VECTOR_BYTES == 0 for address in row[:3])
+    aligned = all(address % VECTOR_BYTES == 0 for address in row[:3])
     if source == target:
-        word = _WORDS[source.itemsize]
+        word = WORDS[source.itemsize]
         return _Kind(word, word, aligned)
-    return _Kind(_FLOATS[source], _FLOATS[target], aligned)
+    return _Kind(FLOATS[source], FLOATS[target], aligned)
 
 
 def _launch(kind: _Kind, rows: list[tuple[int, int, int, int]], device: torch.device) -> _Launch:

@@ -18,20 +18,14 @@ import triton.language as tl
 
 from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemError, problem
+from fsdp_symm.wire.kernel_types import FLOATS, VECTOR_BYTES
 from fsdp_symm.wire.reduce import accumulation_dtype, op_name
 
 _BLOCK_BYTES = 32768  # of every rank's piece that a program sums at once: enough in flight to hide the memory's latency
 _WARPS = 16
-_VECTOR_BYTES = 16  # widest access of a thread
 # So many programs walk over a piece: enough to keep up with a link, few enough to leave most SMs to the model.
 PROGRAMS = 32
 _Op = compat.ReduceOpKind
-_TL_DTYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
 
 
 @triton.jit
@@ -107,7 +101,7 @@ def _sum_kernel(
 def summable(op: Any, dtype: torch.dtype) -> bool:
     """Whether :class:`PieceSum` knows the op and the dtype of its pieces."""
     kind = op.op if hasattr(op, "op") else op
-    return kind in (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM) and dtype in _TL_DTYPES
+    return kind in (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM) and dtype in FLOATS
 
 
 @dataclass(frozen=True)
@@ -165,7 +159,7 @@ class PieceSum:
         width = self.dtype.itemsize
         numel = nbytes // width
         block = _BLOCK_BYTES // width
-        aligned = aligned and all(n % _VECTOR_BYTES == 0 for n in (own, rows, start, nbytes))
+        aligned = aligned and all(n % VECTOR_BYTES == 0 for n in (own, rows, start, nbytes))
         _sum_kernel[(min(PROGRAMS, triton.cdiv(numel, block)),)](
             output_word,
             own,
@@ -176,9 +170,9 @@ class PieceSum:
             RANK=self.rank,
             WORLD_SIZE=self.world_size,
             DIVIDE=self.divide,
-            DTYPE=_TL_DTYPES[self.dtype],
-            OUTPUT=_TL_DTYPES[self.output],
-            ACCUMULATE=_TL_DTYPES[accumulation_dtype(self.dtype)],
+            DTYPE=FLOATS[self.dtype],
+            OUTPUT=FLOATS[self.output],
+            ACCUMULATE=FLOATS[accumulation_dtype(self.dtype)],
             ALIGNED=aligned,
             BLOCK=block,
             num_warps=_WARPS,  # type: ignore[call-arg]  # a launch option of triton, not of the kernel

@@ -76,12 +76,10 @@ def test_route(monkeypatch: Any, dtype: torch.dtype, experts: int, ranks: int, t
         assert [kernel.name for kernel in kernels] == ["_count_kernel", "_home_kernel"]
 
 
-def test_narrow_and_invert(monkeypatch: Any) -> None:
-    ids, home = torch.empty((300, 6), dtype=torch.int64), torch.empty((300, 2), dtype=torch.int64)
-    kernels = compiled(
-        monkeypatch, device_routes, lambda: (device_routes.narrow(ids, 64), device_routes.invert(home, 500, 2))
-    )
-    assert [kernel.name for kernel in kernels] == ["_narrow_kernel", "_invert_kernel"]
+def test_invert(monkeypatch: Any) -> None:
+    home = torch.empty((300, 2), dtype=torch.int64)
+    kernels = compiled(monkeypatch, device_routes, lambda: device_routes.invert(home, 500, 2))
+    assert [kernel.name for kernel in kernels] == ["_invert_kernel"]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -106,7 +104,6 @@ def test_nothing_is_launched_for_nothing(monkeypatch: Any) -> None:
         device_routes,
         lambda: (
             device_routes.route(ids, num_experts=8, num_ranks=2, rows_per_rank=4, by_token=False),
-            device_routes.narrow(ids, 8),
             device_routes.invert(ids, 9, 2),
             device_routes.invert(torch.empty((3, 2), dtype=torch.int64), 0, 2),
         ),

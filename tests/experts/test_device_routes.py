@@ -48,8 +48,6 @@ ROUTE = """
 for tokens, topk, ranks in SIZES:
     experts = ranks * chance.choice([1, 3, 8, 256 // ranks])
     ids = draw_ids(tokens, topk, experts)
-    narrowed = device_routes.narrow(ids, experts)
-    assert narrowed.dtype == torch.int32 and torch.equal(narrowed, routing.narrow(ids, experts))
     for rows in (None, 2**40 if tokens < 9 else max(tokens // 3, 1)):
         for by_token in (False, True):
             how = {"num_experts": experts, "num_ranks": ranks, "rows_per_rank": rows, "by_token": by_token}
