@@ -163,23 +163,49 @@ def test_an_interrupt_inside_a_collective_is_told_to_the_peers(ranks2: Ranks) ->
     assert other.startswith("KeyboardInterrupt")
 
 
-def _interrupted_exchange() -> bool:
+def _interrupted_at(meeting: int, peer_has_read: bool) -> int:
+    """Rank 0 is interrupted while it waits for its peer, at the given meeting, and tries again at once."""
     from fsdp_symm import rendezvous
 
-    if dist.get_rank() == 0:
-        real = rendezvous._Seat.collect
-        rendezvous._Seat.collect = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
-        try:
+    rank, store = dist.get_rank(), compat.default_store()
+    real = rendezvous._Seat.collect
+    count = 0
+
+    def collect(seat: Any, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if rank == 0 and count == meeting:
+            if peer_has_read:
+                store.wait(["read"])
+            raise KeyboardInterrupt
+        if rank == 1 and count == meeting and not peer_has_read:
+            store.wait(["withdrawn"])
+        found = real(seat, *arguments)
+        if rank == 1 and count == meeting:
+            store.set("read", "")
+        return found
+
+    rendezvous._Seat.collect = collect  # type: ignore[method-assign]
+    if rank == 0:
+        with pytest.raises(KeyboardInterrupt):
             _arena()
-        except KeyboardInterrupt:
-            rendezvous._Seat.collect = real  # type: ignore[method-assign]
+        store.set("withdrawn", "")
     arena = _arena()
+    rendezvous._Seat.collect = real  # type: ignore[method-assign]
+    assert _gather(SymmMemAllGather(arena, module="m"), 1.0 + rank).tolist() == [1.0] * 4 + [2.0] * 4
     arena.close()
-    return True
+    return count
 
 
-def test_a_switch_can_be_tried_again_after_an_interrupt(ranks2: Ranks) -> None:
-    assert ranks2.run(_interrupted_exchange) == [True, True]
+@pytest.mark.parametrize(
+    ("meeting", "peer_has_read", "meetings"),
+    [(1, False, (3, 2)), (1, True, (4, 3)), (2, False, (4, 3))],
+    ids=["before the peer has come", "after the peer has read of a file that is gone", "while the peer waits"],
+)
+def test_a_switch_can_be_tried_again_after_an_interrupt(
+    ranks2: Ranks, meeting: int, peer_has_read: bool, meetings: tuple[int, int]
+) -> None:
+    assert tuple(ranks2.run(_interrupted_at, meeting, peer_has_read)) == meetings
 
 
 def _reversed_prefetch(depth: int) -> dict[str, int]:

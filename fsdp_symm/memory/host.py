@@ -21,10 +21,12 @@ from fsdp_symm.errors import SymmMemMemoryError, SymmMemPeerError, SymmMemTimeou
 from fsdp_symm.memory import signals
 from fsdp_symm.memory.segment import SlotUse
 from fsdp_symm.memory.shared_file import (
+    Answer,
     Invitation,
     Kind,
     Mapping,
     control_bytes,
+    digest,
     fit,
     host_identity,
     inode_of,
@@ -35,6 +37,7 @@ from fsdp_symm.plan import Lane
 from fsdp_symm.rendezvous import exchange
 
 _SPIN_S = 30e-6  # a peer that is nearly there costs less than two system calls
+_MEETINGS = 8  # while memory is set up: two, and one more each time that a rank was interrupted and came back
 _SLICE_S = 0.1  # how often a sleeping rank looks whether its peers are alive
 
 
@@ -73,6 +76,7 @@ class HostSegment:
     # --- setting up ---
 
     def _open(self, group: dist.ProcessGroup) -> None:
+        """Make the own file and meet the peers, raising the same error on every rank when one rank has one."""
         descriptor, error = -1, signals.unsupported_reason()
         if error is None:
             try:
@@ -80,16 +84,46 @@ class HostSegment:
             except SymmMemMemoryError as failure:
                 error = str(failure)
         inode = inode_of(descriptor) if descriptor >= 0 else ""
-        mine = Invitation(host_identity(), os.getpid(), descriptor, inode, self.nbytes, error)
         try:
-            invitations = [Invitation.load(d) for d in self._exchange(group, mine.dump())]
-            self._refuse_errors([i.error for i in invitations])
-            self._refuse_other_hosts(invitations)
-            error = self._map(invitations, descriptor)
-            self._refuse_errors([d.decode() or None for d in self._exchange(group, (error or "").encode())])
+            self._meet(group, Invitation(host_identity(), os.getpid(), descriptor, inode, self.nbytes, error))
+        except BaseException:
+            self._unmap()
+            raise
         finally:
             if descriptor >= 0:
                 os.close(descriptor)  # the mappings keep the memory
+
+    def _meet(self, group: dist.ProcessGroup, mine: Invitation) -> None:
+        """Map what all ranks offer, until all have mapped the same.
+
+        Every answer repeats the invitation and names what the sender has mapped. So a rank that was interrupted, and
+        comes back with another file, is met again by peers that have read about its first one.
+        """
+        mapped, error = "", None
+        for _ in range(_MEETINGS):
+            answers = [Answer.load(d) for d in self._exchange(group, Answer(mine, mapped, error).dump())]
+            invitations = [answer.invitation for answer in answers]
+            offered = digest(invitations)
+            if all(answer.mapped == offered for answer in answers):
+                self._refuse_errors([i.error for i in invitations])
+                self._refuse_other_hosts(invitations)
+                return self._refuse_errors([answer.error for answer in answers])
+            self._unmap()
+            mapped, error = offered, self._map(invitations, mine.descriptor)
+        raise SymmMemMemoryError(
+            problem(
+                f"host symmetric memory: the ranks of group {list(self.ranks)} keep starting over",
+                found=f"{_MEETINGS} meetings, in each of which a rank had begun again",
+                expected="every rank to stay until all have mapped the others' memory",
+                fix="look for what interrupts those ranks (a signal handler, a time limit around the switch)",
+            )
+        )
+
+    def _unmap(self) -> None:
+        for pidfd in self._pidfds:
+            if pidfd is not None:
+                os.close(pidfd)
+        self._mappings, self._pidfds = [], []
 
     def _exchange(self, group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
         return exchange(
@@ -105,9 +139,11 @@ class HostSegment:
         if failed:
             raise SymmMemMemoryError("\n".join(f"rank {rank}: {text}" for rank, text in failed))
 
+    def _away(self, invitations: list[Invitation]) -> list[int]:
+        return [r for r, i in zip(self.ranks, invitations, strict=True) if i.host != invitations[0].host]
+
     def _refuse_other_hosts(self, invitations: list[Invitation]) -> None:
-        away = [r for r, i in zip(self.ranks, invitations, strict=True) if i.host != invitations[0].host]
-        if away:
+        if away := self._away(invitations):
             raise SymmMemMemoryError(
                 problem(
                     f"host symmetric memory: the ranks of group {list(self.ranks)} do not share one host",
@@ -119,6 +155,8 @@ class HostSegment:
 
     def _map(self, invitations: list[Invitation], descriptor: int) -> str | None:
         """Map everybody's segment; returns the error as text so that all ranks hear of it."""
+        if any(i.error for i in invitations) or self._away(invitations):
+            return None  # refused as soon as all ranks have seen it
         for index, invitation in enumerate(invitations):
             own = index == self.rank
             path = f"/proc/{invitation.pid}/fd/{invitation.descriptor}"

@@ -14,7 +14,7 @@ import mmap
 import os
 import select
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
@@ -136,12 +136,33 @@ class Invitation:
     nbytes: int
     error: str | None
 
+
+def digest(invitations: list[Invitation]) -> str:
+    """What all ranks have offered, in short."""
+    return hashlib.sha256(repr(invitations).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One rank's word while the ranks meet.
+
+    Attributes:
+        invitation: to its own segment.
+        mapped: digest of the invitations that it has answered, empty at first.
+        error: why one of them could not be mapped.
+    """
+
+    invitation: Invitation
+    mapped: str
+    error: str | None
+
     def dump(self) -> bytes:
-        return json.dumps(self.__dict__).encode()
+        return json.dumps(asdict(self)).encode()
 
     @staticmethod
-    def load(data: bytes) -> Invitation:
-        return Invitation(**json.loads(data))
+    def load(data: bytes) -> Answer:
+        fields = json.loads(data)
+        return Answer(Invitation(**fields.pop("invitation")), **fields)
 
 
 def inode_of(descriptor: int) -> str:
