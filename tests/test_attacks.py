@@ -159,7 +159,7 @@ def _other_errors() -> tuple[str, float]:
 def test_an_interrupt_inside_a_collective_is_told_to_the_peers(ranks2: Ranks) -> None:
     (text, took_s), (other, _) = ranks2.run(_other_errors)
     assert "rank 1 reported: KeyboardInterrupt" in text
-    assert took_s < 5
+    assert took_s < 15
     assert other.startswith("KeyboardInterrupt")
 
 
@@ -389,7 +389,7 @@ def _peer_closed() -> str:
     start = time.monotonic()
     with pytest.raises(SymmMemPeerError) as caught:
         train_step(model, torch.optim.SGD(model.parameters(), 0.1), 1, Options())
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     handle.abandon("test over")
     return str(caught.value)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemConfigError
 from fsdp_symm.experts import (
     AllToAllEP,
@@ -330,13 +330,17 @@ def test_memory_that_cannot_be_had_is_an_error_on_every_rank(ranks2: Ranks) -> N
 
 def _lockstep(absent: bool) -> None:
     """Rank 1 leaves the loop one step early, as with uneven numbers of batches."""
-    bootstrap(timeout_s=1.0)
+    bootstrap(timeout_s=3.0)
     buffer = EpBuffer()
-    for step in range(3):
-        if absent and dist.get_rank() and step == 2:
-            break
-        ep_prepare(buffer, torch.zeros(T, K, dtype=torch.int64))
-    time.sleep(2.5 if dist.get_rank() else 0)  # alive, but elsewhere
+    try:
+        for step in range(3):
+            if absent and dist.get_rank() and step == 2:
+                compat.default_store().wait(["named"])  # alive, but elsewhere
+                break
+            ep_prepare(buffer, torch.zeros(T, K, dtype=torch.int64))
+    finally:
+        if dist.get_rank() == 0:
+            compat.default_store().set("named", "")
 
 
 def test_a_rank_that_runs_fewer_steps_is_named() -> None:
