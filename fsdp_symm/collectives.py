@@ -11,15 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from fsdp_symm import compat
 from fsdp_symm.compat import Role
+from fsdp_symm.compat_reduce import narrower
 from fsdp_symm.errors import SymmMemError, problem
 from fsdp_symm.memory.arena import Lease, SymmMemArena
 from fsdp_symm.memory.mixin import SymmMemAllocMixin
+from fsdp_symm.plan import part_elements
 from fsdp_symm.wire import wire_of
 from fsdp_symm.wire.reduce import op_name
 
@@ -36,10 +39,13 @@ class _SymmMemComm(SymmMemAllocMixin):
             if self._current is not None and buffer.numel():
                 self.plain_path("the buffer was not allocated by this comm")
             return None
-        if found[0].serves is not group and found[0].group_name != compat.group_name(group):
-            self.plain_path(f"the call's process group {compat.group_name(group)} is not the arena's")
-            return None
-        return found
+        return found if self._serves(found[0], group) else None
+
+    def _serves(self, arena: SymmMemArena, group: dist.ProcessGroup) -> bool:
+        if arena.serves is group or arena.group_name == compat.group_name(group):
+            return True
+        self.plain_path(f"the call's process group {compat.group_name(group)} is not the arena's")
+        return False
 
     def _range(self, nbytes: int, engine: str, group: dist.ProcessGroup, op: str) -> AbstractContextManager[object]:
         world_size = group.size()
@@ -106,6 +112,14 @@ class SymmMemAllGather(_SymmMemComm, compat.AllGather):
             return wire.all_gather(output_tensor, lease, arena.next_epoch(lease), module=self.module, async_op=async_op)
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """An input that is larger than a slot: the arena, and the elements of a rank's chunk that pass at a time."""
+
+    arena: SymmMemArena
+    elements: int
+
+
 class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
     """Reduce-scatter whose input lies in an arena's slot.
 
@@ -122,29 +136,45 @@ class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
         """FSDP2 asks twice a call: for the input (a slot), then for the output, ``1 / W`` of it (ordinary memory).
 
         The input may be of a narrower type than was asked for: that of the gradients, where the wire sums in the wider
-        one. FSDP2's copy-in takes either.
+        one. FSDP2's copy-in takes either. One that is larger than a slot planned for narrow gradients is ordinary
+        memory, and passes through the slot in parts.
         """
         numel = math.prod(int(s) for s in size)
         expected, self._output_numel = self._output_numel, None
         if numel == expected:
             return torch.empty(tuple(size), dtype=dtype, device=device)
-        self._narrow = self._narrower(dtype)
-        tensor = super().allocate(size, dtype=self._narrow or dtype, device=device)
-        if tensor.dtype != dtype and self._current is None:  # no slot: the plain path sums in the type it is given
+        arena = self._choose()
+        self._narrow, self._parts = self._narrower(dtype, arena), None
+        kind = self._narrow or dtype
+        if arena is not None:
+            self._output_numel = numel // len(arena.ranks)
+            self._parts = self._in_parts(arena, numel, kind, device)
+        if self._parts is not None:
+            return torch.empty(tuple(size), dtype=kind, device=device)
+        tensor = self._allocate_from(arena, size, kind, device)
+        if kind != dtype and self._current is None:  # no slot: the plain path sums in the type it is given
             tensor = torch.empty(tuple(size), dtype=dtype, device=device)
-        self._output_numel = numel // self._world_size if self._world_size else None
         return tensor
 
     _output_numel: int | None = None  # size of the output that belongs to the last input
     _narrow: torch.dtype | None = None  # type of the last input, where it is not that of the sum
+    _parts: _Parts | None = None  # how the last input passes through a slot that is too small for it
 
-    def _narrower(self, dtype: torch.dtype) -> torch.dtype | None:
+    def _narrower(self, dtype: torch.dtype, arena: SymmMemArena | None) -> torch.dtype | None:
         """The type that may travel for a sum in ``dtype``, if it is a narrower one; the same on every rank."""
-        kind = None if self.gradient_dtype is None else self.gradient_dtype()
-        if dtype != torch.float32 or kind not in (torch.bfloat16, torch.float16):
+        kind = narrower(None if self.gradient_dtype is None else self.gradient_dtype(), dtype)
+        if kind is None or arena is None or arena.closed or not wire_of(arena).widens:
             return None
-        arena = self._choose()
-        return kind if arena is not None and not arena.closed and wire_of(arena).widens else None
+        return kind
+
+    def _in_parts(self, arena: SymmMemArena, numel: int, dtype: torch.dtype, device: torch.device) -> _Parts | None:
+        """How an input passes through a slot that is too small for it: only where the wire sums by itself."""
+        slot = arena.slot_bytes(self.role)
+        if not slot or numel * dtype.itemsize <= slot or arena.device != device or not wire_of(arena).widens:
+            return None
+        ranks = len(arena.ranks)
+        part = part_elements(slot, numel // ranks, ranks, dtype.itemsize)
+        return None if part is None else _Parts(arena, part)
 
     def __call__(
         self,
@@ -164,6 +194,9 @@ class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
             SymmMemTimeoutError, SymmMemPeerError: a rank did not arrive, died, or issued another call.
         """
         self._check(input_tensor, output_tensor, group, narrow=self._narrow)
+        parts, self._parts = self._parts, None
+        if parts is not None and self._serves(parts.arena, group):
+            return self._pass_in_parts(parts, output_tensor, input_tensor, group, op, async_op)
         slot = self._slot(input_tensor, group)
         if slot is None:
             input_tensor = input_tensor.to(output_tensor.dtype)
@@ -183,3 +216,34 @@ class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
                 module=self.module,
                 async_op=async_op,
             )
+
+    def _pass_in_parts(
+        self,
+        parts: _Parts,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        later: bool,
+    ) -> dist.Work | None:
+        """One reduce-scatter as several on one slot; each element is summed as ever."""
+        arena, wire = parts.arena, wire_of(parts.arena)
+        chunk, ranks = output.numel(), len(arena.ranks)
+        rows, kind, lease, work = input_.view(ranks, chunk), input_.dtype, None, None
+        with self._range(input_.nbytes, wire.reduce_engine(input_, op), group, op_name(op)):
+            for start in range(0, chunk, parts.elements):
+                size = min(parts.elements, chunk - start)
+                nbytes = ranks * size * kind.itemsize
+                memory, lease = (
+                    arena.acquire_lease(self.role, nbytes, owner=self.module)
+                    if lease is None
+                    else arena.renew(lease, nbytes)
+                )
+                slot = memory.view(kind)
+                slot.view(ranks, size).copy_(rows.narrow(1, start, size))
+                part = output.view(-1).narrow(0, start, size)
+                last = start + size == chunk
+                epoch = arena.next_epoch(lease)
+                work = wire.reduce_scatter(part, slot, op, lease, epoch, module=self.module, async_op=later and last)
+                del memory, slot  # nothing may use the slot when it is renewed
+        return work

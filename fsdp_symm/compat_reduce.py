@@ -14,7 +14,34 @@ from typing import Any
 import torch
 
 from fsdp_symm.compat import ParamGroup
+from fsdp_symm.compat_sizes import param_dtype
 from fsdp_symm.errors import SymmMemError, problem
+
+
+def gradient_dtype(native: Any) -> torch.dtype | None:
+    """The type that autograd gives to the gradients of a native param group, that of the unsharded parameters.
+
+    ``None`` if it is unknown, or several. Known before the first step too, when FSDP2 has not worked it out yet.
+    """
+    trainable = [p for p in native.fsdp_params if p.sharded_param.requires_grad]
+    if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in trainable):
+        return None  # an extension makes parameters of whatever type it likes
+    if len(native.modules) > 1 and hasattr(native, "_fsdp_params_with_wider_grad_dtype"):
+        return None  # 2.15: where only some modules of the group ran, autograd itself widens their gradients
+    kinds = {_unsharded_dtype(p) for p in trainable}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _unsharded_dtype(param: Any) -> torch.dtype:
+    if hasattr(param, "orig_dtype"):  # FSDP2's lazy init has worked it out
+        return param.param_dtype or param.orig_dtype
+    return param_dtype(param)
+
+
+def narrower(gradients: torch.dtype | None, sum_dtype: torch.dtype) -> torch.dtype | None:
+    """The type in which gradients may travel to a wire that adds them up in ``sum_dtype``, if it is a narrower one."""
+    may = sum_dtype == torch.float32 and gradients in (torch.bfloat16, torch.float16)
+    return gradients if may else None
 
 
 class GradientTypes:
@@ -66,23 +93,19 @@ class GradientTypes:
         Raises:
             SymmMemError: a gradient has a wider one, and would lose digits on its way.
         """
+        kind = gradient_dtype(self._native)
         trainable = [p for p in self._native.fsdp_params if p.sharded_param.requires_grad]
-        if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in trainable):
-            return None  # an extension makes parameters of whatever type it likes
-        if len(self._native.modules) > 1 and hasattr(self._native, "_fsdp_params_with_wider_grad_dtype"):
-            return None  # 2.15: where only some modules of the group ran, autograd itself widens their gradients
-        kinds = {p.param_dtype or p.orig_dtype for p in trainable}
         found = {p._unsharded_param.grad.dtype for p in trainable if _has_gradient(p)}
-        if len(kinds) == 1 and any(kind.itemsize > max(k.itemsize for k in kinds) for kind in found):
+        if kind is not None and any(one.itemsize > kind.itemsize for one in found):
             raise SymmMemError(
                 problem(
                     f"reduce_scatter of {self._label!r}: gradients of a wider type than their parameters",
                     found=found,
-                    expected=kinds,
+                    expected={kind},
                     fix="reduce_scatter=False leaves this group's reductions to FSDP2",
                 )
             )
-        return kinds.pop() if len(kinds) == 1 else None
+        return kind
 
 
 def _has_gradient(param: Any) -> bool:

@@ -26,7 +26,8 @@ def _extension_input_nbytes(param: Any) -> list[int]:
     return [t.numel() * t.element_size() for t in inputs]
 
 
-def _param_dtype(param: Any) -> torch.dtype:
+def param_dtype(param: Any) -> torch.dtype:
+    """The type of a native parameter while it is unsharded."""
     # Same rule as FSDPParam.init_dtype_attrs (2.13-2.15), which runs only at lazy init.
     original = param.sharded_param.dtype
     wanted = param.mp_policy.param_dtype
@@ -44,7 +45,7 @@ def param_input_nbytes(param: Any) -> list[int]:
         UnsizedExtensionError: an extension failed when it was asked, for example on the meta device.
     """
     if not hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
-        return [param.padded_sharded_param_size.numel() * _itemsize(_param_dtype(param))]
+        return [param.padded_sharded_param_size.numel() * _itemsize(param_dtype(param))]
     try:
         return _extension_input_nbytes(param)
     except Exception as error:  # a user's code: reported, never hidden
@@ -63,12 +64,12 @@ def all_gather_bytes(group: ParamGroup) -> tuple[int, str]:
     for param in group.native.fsdp_params:
         total += sum(param_input_nbytes(param))
         extended = hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
-        dtypes.add("extension" if extended else str(_param_dtype(param)).removeprefix("torch."))
+        dtypes.add("extension" if extended else str(param_dtype(param)).removeprefix("torch."))
     return total * compat.shard_group(group).size(), dtypes.pop() if len(dtypes) == 1 else "uint8"
 
 
 def reduce_scatter_bytes(group: ParamGroup) -> tuple[int, str]:
-    """Bytes of the reduce-scatter input and its dtype; 0 bytes when nothing is trainable.
+    """Bytes of the reduce-scatter input in the type of the sum, and that type; 0 bytes when nothing is trainable.
 
     Dim-0 shards are padded to a multiple of W (2.13-2.15: ``_get_dim0_padded_size``); other dims shard evenly.
     """
@@ -77,7 +78,7 @@ def reduce_scatter_bytes(group: ParamGroup) -> tuple[int, str]:
     for param in group.native.fsdp_params:
         if not param.sharded_param.requires_grad:
             continue
-        dtype = param.mp_policy.reduce_dtype or _param_dtype(param)
+        dtype = param.mp_policy.reduce_dtype or param_dtype(param)
         size = param._orig_size
         if param.fsdp_placement.dim == 0:
             numel = math.ceil(size[0] / world_size) * world_size * math.prod(size[1:])

@@ -26,7 +26,7 @@ from fsdp_symm.memory.arena import SymmMemArena
 from fsdp_symm.memory.counters import Counters
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
 from fsdp_symm.memory.unsharded import UnshardedMemory
-from fsdp_symm.plan import GroupPlan, Lane, Member, agree, make_plan, staged
+from fsdp_symm.plan import GroupPlan, Lane, Member, agree, make_plan, narrowed, staged
 from fsdp_symm.report import SymmMemReport, SymmMemStats, render
 from fsdp_symm.schedule import all_gather_slots
 from fsdp_symm.selection import (
@@ -258,9 +258,8 @@ def set_symm_mem_for_comm(
         timeout_s=timeout_s,
         reduce_scatter=options.reduce_way or "auto",
     )
-    if any(verdict.staged for verdict in verdicts.values()):
-        members = _stage(members, verdicts)  # the verdicts are the same on all ranks, so the new plan is too
-        plans = _plan(model, members, options)
+    members = [_judged(item, verdicts) for item in members]
+    plans = _plan(model, members, options)  # the verdicts are the same on all ranks, so this plan is too
     _announce(members, skips, options)
     _announce_verdicts(verdicts, options.strict)
     plans = tuple(plan for plan in plans if plan.rings)
@@ -282,14 +281,14 @@ def _plan(model: nn.Module, members: list[Member], options: SwitchOptions) -> tu
     )
 
 
-def _stage(members: list[Member], verdicts: dict[str, Verdict]) -> list[Member]:
-    """Members whose shards cannot be placed directly on some of their process groups get a staging buffer."""
-    answer = []
-    for item in members:
-        notes = [verdicts[compat.group_name(g)].staged for g in item.process_groups]
-        note = next((n for n in notes if n is not None), None)
-        answer.append(staged(item, note) if item.lane == "unshard" and note is not None else item)
-    return answer
+def _judged(item: Member, verdicts: dict[str, Verdict]) -> Member:
+    """A member with the buffers that the verdicts on its process groups leave it: staged ones where shards cannot be
+    placed directly on some of them, small ones where gradients travel in their own type."""
+    found = [verdicts[compat.group_name(g)] for g in item.process_groups]
+    note = next((v.staged for v in found if v.staged is not None), None)
+    if item.lane == "unshard" and note is not None:
+        return staged(item, note)
+    return narrowed(item) if all(v.widens for v in found) else item
 
 
 def _announce(members: list[Member], skips: list[Skip], options: SwitchOptions) -> None:

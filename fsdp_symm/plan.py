@@ -8,6 +8,7 @@ Legend: W ranks of a group, K reduce-scatter input buffers (FSDP2's cap), D pref
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from fsdp_symm import compat, compat_sizes, compat_unshard
+from fsdp_symm import compat, compat_reduce, compat_sizes, compat_unshard
 from fsdp_symm.compat import ParamGroup, Role
 from fsdp_symm.errors import PlanMismatchError, problem
 from fsdp_symm.rendezvous import exchange_many
@@ -32,6 +33,11 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 
 # Shards of one slot start on these boundaries: copy engines are fastest on whole 256-byte lines.
 SHARD_ALIGNMENT_BYTES = 256
+
+# Reduce-scatter inputs that are larger than a slot pass through it in at most so many parts: fp32 gradients, where a
+# slot was planned for bf16 ones. A part is a multiple of so many elements of a rank's chunk.
+MAX_PARTS = 2
+PART_ELEMENTS = 64
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,7 @@ class Member:
         lane: what its slots are for: the role, or ``"unshard"`` for all-gathers by direct placement.
         sizes: bytes of its slot in each of ``process_groups``.
         whole_nbytes: bytes of the whole all-gather output or reduce-scatter input over the shard group.
+        narrow: the type in which gradients may travel, where it is narrower than that of the sum.
         note: why an all-gather is staged although direct placement was wanted.
     """
 
@@ -127,7 +134,13 @@ class Member:
     sizes: tuple[int, ...]
     whole_nbytes: int
     dtype: str
+    narrow: torch.dtype | None = None
     note: str | None = None
+
+    @property
+    def dtype_text(self) -> str:
+        """For the digest: what travels, and in what type it is summed."""
+        return self.dtype if self.narrow is None else f"{self.dtype} of {str(self.narrow).removeprefix('torch.')}"
 
 
 def role_groups(group: ParamGroup, role: Role) -> tuple[dist.ProcessGroup, ...]:
@@ -153,7 +166,10 @@ def member(group: ParamGroup, role: Role, backend: str, *, direct: bool = False,
     size = compat_sizes.all_gather_bytes if role == "all_gather" else compat_sizes.reduce_scatter_bytes
     nbytes, dtype = size(group)
     if not direct:
-        return Member(group, role, role, groups, backend, (nbytes,) * len(groups), nbytes, dtype, note)
+        narrow = None
+        if role == "reduce_scatter" and nbytes:
+            narrow = compat_reduce.narrower(compat_reduce.gradient_dtype(group.native), getattr(torch, dtype))
+        return Member(group, role, role, groups, backend, (nbytes,) * len(groups), nbytes, dtype, narrow, note)
     sizes = tuple(packed_nbytes(compat_unshard.input_nbytes(group, g.size())) for g in groups)
     return Member(group, role, "unshard", groups, backend, sizes, nbytes, dtype)
 
@@ -161,6 +177,31 @@ def member(group: ParamGroup, role: Role, backend: str, *, direct: bool = False,
 def staged(item: Member, note: str) -> Member:
     """The same member with a staging buffer, and why."""
     return member(item.group, item.role, item.backend, note=note)
+
+
+def narrowed(item: Member) -> Member:
+    """The same reduce-scatter with slots for gradients as they travel; wider ones will pass in parts."""
+    if item.narrow is None:
+        return item
+    sizes = []
+    for group, nbytes in zip(item.process_groups, item.sizes, strict=True):
+        chunk = nbytes // 4 // group.size()  # the sum is in fp32
+        part = _align(-(-chunk // MAX_PARTS), PART_ELEMENTS)
+        sizes.append(group.size() * max(chunk * item.narrow.itemsize, part * 4))
+    return dataclasses.replace(item, sizes=tuple(sizes))
+
+
+def part_elements(slot_bytes: int, chunk: int, ranks: int, itemsize: int) -> int | None:
+    """Elements of a rank's chunk that pass through a slot at a time, ``None`` if it takes too many parts.
+
+    Args:
+        slot_bytes: of the ring.
+        chunk: elements of a rank's chunk.
+        ranks: of the group; a slot holds a part of each rank's chunk.
+        itemsize: bytes of an element as it travels.
+    """
+    part = slot_bytes // (ranks * itemsize) // PART_ELEMENTS * PART_ELEMENTS
+    return part if 0 < chunk <= MAX_PARTS * part else None
 
 
 def shard_offsets(nbytes: Sequence[int]) -> list[int]:
@@ -231,7 +272,8 @@ def make_plan(
         items = by_group[name, root]
         sizes = [m.sizes[[compat.group_name(g) for g in m.process_groups].index(name)] for m in items]
         needs = tuple(
-            BufferNeed(m.group.label, m.lane, ranks, name, size, m.dtype) for m, size in zip(items, sizes, strict=True)
+            BufferNeed(m.group.label, m.lane, ranks, name, size, m.dtype_text)
+            for m, size in zip(items, sizes, strict=True)
         )
         rings = tuple(
             _ring(lane, chosen, schedule_slots, input_buffers, slots)

@@ -50,6 +50,7 @@ class Verdict:
         advice: texts that a user should know.
         staged: why shards cannot be placed directly, ``None`` if they can.
         reduce_way: who reduces where there is a choice: ``"copy_engine"`` or ``"nccl"``.
+        widens: whether gradients of a narrower type than the sum's may travel as they are.
     """
 
     engines: dict[Lane, tuple[str, str]]
@@ -58,6 +59,7 @@ class Verdict:
     advice: tuple[str, ...] = ()
     staged: str | None = None
     reduce_way: str = "nccl"
+    widens: bool = False
 
 
 def judge_all(
@@ -85,7 +87,7 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
     if plan.backend == "host":
         engines = dict.fromkeys(LANES, ("host", "shared memory, one host"))
         engines["unshard"] = ("host", "shared memory; placed directly")
-        return Verdict(engines)
+        return Verdict(engines, widens=True)
     if plan.backend == "cuda":
         return _judge_peer_memory(plan, timeout_s)
     facts = guards.collect(plan.group, plan.device, timeout_s=timeout_s)
@@ -120,6 +122,7 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
         advice=tuple(f.text for f in findings if f.severity == "warns"),
         staged=staged,
         reduce_way=way,
+        widens=way == "copy_engine",
     )
 
 
@@ -134,6 +137,7 @@ def _judge_peer_memory(plan: GroupPlan, timeout_s: float) -> Verdict:
             "reduce_scatter": _PULLED,
         },
         blocked="\n".join(blocks) or None,
+        widens=True,
     )
 
 

@@ -70,6 +70,45 @@ def test_widths_change_from_step_to_step(ranks2: Ranks) -> None:
             assert found == plain
 
 
+def _symmetric(options: Options) -> tuple[int, dict[str, int]]:
+    """Bytes of the reduce-scatter slots, and who ran the reduce-scatters of a step."""
+    plain, model = build(options), build(options)
+    with set_symm_mem_for_comm(model, strict=True, **SWITCH) as handle:
+        for m in (plain, model):
+            train_step(m, torch.optim.SGD(m.parameters(), 0.1), 0, options)
+        for a, b in zip(grads(plain), grads(model), strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+        (row,) = [r for r in handle.report.rows if r.role == "reduce_scatter"]
+        assert all(arena.stats().in_use["reduce_scatter"] == 0 for arena in handle.arenas)
+        return row.nbytes, handle.stats().calls["reduce_scatter"]
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_slots_are_as_small_as_what_travels_and_wider_gradients_pass_in_parts(ranks2: Ranks, buffers: int) -> None:
+    wide = dataclasses.replace(MIXED, hidden=512, input_buffers=buffers)
+    full, _ = ranks2.run(_symmetric, dataclasses.replace(wide, param_dtype=None))[0]
+    engine = "copy_engine" if DEVICE == "cuda" else "host"
+    for changes in ({}, {"micro_batches": 2, "sync_last_only": True}):
+        for half, calls in ranks2.run(_symmetric, dataclasses.replace(wide, **changes)):
+            assert full / 2 <= half < full / 2 + buffers * 4096 + 1
+            assert set(calls) == {engine}, "nothing falls back"
+
+
+def _other_types() -> None:
+    """Ranks whose gradients would travel in different types."""
+    kind = torch.bfloat16 if dist.get_rank() else torch.float32
+    model: Any = nn.Sequential(nn.Linear(64, 64)).to(DEVICE)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32))
+    set_symm_mem_for_comm(model, all_gather=False, strict=True, **SWITCH)
+
+
+def test_ranks_whose_gradients_differ_in_type_are_refused(ranks2: Ranks) -> None:
+    for failure in ranks2.failures(_other_types):
+        assert failure.kind == "PlanMismatchError"
+        assert "float32'" in failure.text
+        assert "float32 of bfloat16'" in failure.text
+
+
 class Sometimes(nn.Module):
     """A layer that a rank may leave out."""
 

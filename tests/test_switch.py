@@ -510,14 +510,15 @@ def test_more_input_buffers_set_later_are_a_named_shortage(ranks2: Ranks) -> Non
         assert "set_reduce_scatter_max_input_buffers" in answer.text
 
 
-def _unfreeze_later() -> Any:
+def _unfreeze_later(frozen: tuple[str, ...]) -> Any:
     wide = Options(hidden=600)  # what is unfrozen is larger than the page that rounds the plan up
     model = build(wide)
-    for block in model.blocks:
-        block.up.requires_grad_(False)
+    later = [p for block in model.blocks for name, p in block.named_parameters() if name in frozen]
+    for parameter in later:
+        parameter.requires_grad_(False)
     handle = set_symm_mem_for_comm(model)
-    for block in model.blocks:
-        block.up.requires_grad_(True)
+    for parameter in later:
+        parameter.requires_grad_(True)
     plain = build(wide)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -532,8 +533,15 @@ def _unfreeze_later() -> Any:
 
 
 def test_parameters_unfrozen_later_take_the_plain_path(ranks2: Ranks) -> None:
-    texts, calls, in_use = ranks2.run(_unfreeze_later)[0]
+    texts, calls, in_use = ranks2.run(_unfreeze_later, ("up.weight", "up.bias", "down.weight"))[0]
     assert calls["reduce_scatter"] == {"plain": 3, "host": 1}
     assert len(texts) == 3, "once a module"
     assert all("bytes were asked for" in text and "are planned" in text for text in texts)
     assert in_use["reduce_scatter"] == 0, "an output must never sit in a slot"
+
+
+def test_a_few_parameters_unfrozen_later_pass_through_the_slots_in_parts(ranks2: Ranks) -> None:
+    texts, calls, in_use = ranks2.run(_unfreeze_later, ("up.weight", "up.bias"))[0]
+    assert calls["reduce_scatter"] == {"host": 4}
+    assert texts == []
+    assert in_use["reduce_scatter"] == 0

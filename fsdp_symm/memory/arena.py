@@ -188,6 +188,11 @@ class SymmMemArena:
         """Whether :meth:`close` was called."""
         return self._closed
 
+    def slot_bytes(self, role: Lane) -> int:
+        """Bytes of one slot of a ring; 0 if there is none, or the arena is closed."""
+        ring = self._rings.get(role)
+        return 0 if ring is None or self._closed else ring.slot_bytes
+
     def why_not(self, role: Lane, nbytes: int) -> str | None:
         """Why a buffer cannot come from this arena, or ``None``. The answer is the same on every rank."""
         if self._closed:
@@ -217,22 +222,37 @@ class SymmMemArena:
             raise SymmMemError(f"{role} buffer of {owner!r}: {reason}")
         self.segment.check_health(f"{role} buffer of {owner!r}")
         with self._lock:
-            ring = self._rings[role]
             sequence = self._handed_out[role]
-            slot = sequence % ring.slots
-            start, first = self._starts[role]
-            try:
-                self._retire(role, first + slot, owner)
-            except BaseException as error:  # a timeout, or Ctrl-C: the peers must not wait for this rank
-                self.segment.fail(str(error) if isinstance(error, SymmMemError) else repr(error))
-                raise
-            offset = start + slot * ring.slot_bytes
-            tensor, alive = self.segment.lease(offset, nbytes)
-            lease = Lease(role, slot, first + slot, offset, nbytes, owner, sequence, alive)
-            self._leases[first + slot] = lease
+            answer = self._hand_out(role, nbytes, owner, sequence)
             self._handed_out[role] = sequence + 1
-            self.segment.acquired(first + slot)
-            return tensor, lease
+            return answer
+
+    def renew(self, lease: Lease, nbytes: int) -> tuple[torch.Tensor, Lease]:
+        """The slot of ``lease`` once more, for the next part of the same buffer: the ring's turn does not move on.
+
+        Raises:
+            SymmMemError, SlotShortageError, SymmMemTimeoutError, SymmMemPeerError: as :meth:`acquire_lease`.
+        """
+        if (reason := self.why_not(lease.role, nbytes)) is not None:
+            raise SymmMemError(f"{lease.role} buffer of {lease.owner!r}: {reason}")
+        with self._lock:
+            return self._hand_out(lease.role, nbytes, lease.owner, lease.sequence)
+
+    def _hand_out(self, role: Lane, nbytes: int, owner: str, sequence: int) -> tuple[torch.Tensor, Lease]:
+        ring = self._rings[role]
+        slot = sequence % ring.slots
+        start, first = self._starts[role]
+        try:
+            self._retire(role, first + slot, owner)
+        except BaseException as error:  # a timeout, or Ctrl-C: the peers must not wait for this rank
+            self.segment.fail(str(error) if isinstance(error, SymmMemError) else repr(error))
+            raise
+        offset = start + slot * ring.slot_bytes
+        tensor, alive = self.segment.lease(offset, nbytes)
+        lease = Lease(role, slot, first + slot, offset, nbytes, owner, sequence, alive)
+        self._leases[first + slot] = lease
+        self.segment.acquired(first + slot)
+        return tensor, lease
 
     def _retire(self, role: Lane, index: int, owner: str) -> None:
         last = self._leases[index]

@@ -48,7 +48,6 @@ class SymmMemAllocMixin:
         self.counters = counters if counters is not None else Counters()
         self._current: SymmMemArena | None = None  # the arena that the last buffer came from
         self._last: tuple[int, Lease] | None = None  # where the last buffer lies, and its slot
-        self._world_size = 0  # ranks of the last choice, 0 without an arena
         self._warned: set[str] = set()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -60,10 +59,14 @@ class SymmMemAllocMixin:
             SymmMemConfigError: unplanned, under ``strict``.
             SlotShortageError, SymmMemTimeoutError, SymmMemPeerError: see :meth:`SymmMemArena.acquire`.
         """
+        return self._allocate_from(self._choose(), size, dtype, device)
+
+    def _allocate_from(
+        self, arena: SymmMemArena | None, size: Sequence[int | torch.SymInt], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         numel = math.prod(int(s) for s in size)
         nbytes = numel * dtype.itemsize
-        arena, self._current, self._last = self._choose(), None, None
-        self._world_size = 0 if arena is None else len(arena.ranks)
+        self._current, self._last = None, None
         reason = "its process group has no arena" if arena is None else arena.why_not(self.role, nbytes)
         if arena is not None and arena.device != device:
             reason = f"a buffer on {device} was asked for, the arena is on {arena.device}"
