@@ -144,18 +144,20 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def _allocated(world: World) -> int:
-    """Bytes allocated now; begins a new peak."""
+def _new_peak(world: World) -> tuple[int, int]:
+    """Bytes allocated, and taken from the GPU, now; begins new peaks of both."""
     synchronize(world.device)
     if not world.on_gpu:
-        return 0
+        return 0, 0
+    gc.collect()
+    torch.cuda.empty_cache()  # what an earlier variant has left must not be there for this one
     torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
-def _peak(world: World) -> int:
+def _peak(world: World) -> tuple[int, int]:
     synchronize(world.device)
-    return torch.cuda.max_memory_allocated() if world.on_gpu else 0
+    return (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if world.on_gpu else (0, 0)
 
 
 # --- one group ---------------------------------------------------------------------------------------------
@@ -168,10 +170,10 @@ def _start(
     programs: dict[str, Program] = {}
     losses: dict[str, list[float]] = {}
     for variant in variants:
-        before = _allocated(world)
+        before = _new_peak(world)
         program = programs[variant] = build(variant, width, blocks, bench.tokens, world.device)
         losses[variant] = _first_losses(program)
-        program.peak_bytes = _peak(world) - before
+        program.peak_bytes, program.reserved_bytes = (a - b for a, b in zip(_peak(world), before, strict=True))
     return programs, losses
 
 
@@ -261,7 +263,8 @@ def _measure_group(
         line |= {"dtype": "bfloat16/float32"} | schema.summarize(samples[variant]) | tax[variant] | hosts[variant]
         if traces:
             line |= traces[variant].figures | traces[variant].against(traces["floor"])
-        lines.append(line | {"peak_bytes": program.peak_bytes, "symmetric_bytes": program.symmetric_bytes})
+        line |= {"peak_bytes": program.peak_bytes, "reserved_bytes": program.reserved_bytes}
+        lines.append(line | {"symmetric_bytes": program.symmetric_bytes})
     return lines
 
 

@@ -77,12 +77,18 @@ class NoReduce(compat.ReduceScatter):
 
 @dataclass
 class Program:
-    """One variant, ready to step."""
+    """One variant, ready to step.
+
+    Attributes:
+        peak_bytes: the most that was allocated from torch in its first steps.
+        reserved_bytes: the most that torch took from the GPU for it: with what pools keep for their own use.
+    """
 
     model: nn.Module
     step: Callable[[], torch.Tensor]
     handle: SymmMemHandle | None
     peak_bytes: int = 0
+    reserved_bytes: int = 0
 
     @property
     def symmetric_bytes(self) -> int:

@@ -170,7 +170,7 @@ def step_table(lines: Sequence[Line]) -> str:
         "step", "variant", "step, ms: median (min-max)", "tax, ms: median (min-max)", "tax / native's",
         "all-gather: ms, kernels", "reduce-scatter: ms, kernels, local sums", "copy-outs: number, ms",
         "GEMMs beside it, ms: here / floor's", "SM-ms", "host us: unshard, wait for it, reduce",
-        "peak + symmetric, MiB",
+        "peak + symmetric, MiB", "reserved + symmetric, MiB",
     )  # fmt: skip
     rows = []
     for x in lines:
@@ -186,13 +186,22 @@ def step_table(lines: Sequence[Line]) -> str:
                 f"{ms(x, 'gemm_overlapped_us', 2)} / {ms(x, 'gemm_alone_us', 2)}",
                 ms(x, "sm_us", 1),
                 ", ".join(number(x[f"host_{part}_us"], 0) for part in ("unshard", "wait", "reduce")),
-                f"{int(x['peak_bytes']) / 2**20:.0f} + {int(x['symmetric_bytes']) / 2**20:.0f}",
+                _and_symmetric(x, "peak_bytes"), _and_symmetric(x, "reserved_bytes"),
             )
         )  # fmt: skip
-    note = "Host us: FSDP2's whole `unshard()`, `wait_for_unshard()` and `foreach_reduce()`, timed from outside."
+    note = "Host us: FSDP2's whole `unshard()`, `wait_for_unshard()` and `foreach_reduce()`, timed from outside. "
+    note += "Peak: allocated from torch at once; reserved: taken from the GPU by torch, with what a pool keeps for its "
+    note += "own use (`native` holds its symmetric memory in one)."
     if any("group" in _step_name(x, lines) for x in lines):
         note += " The steps of one group alternate; taxes and ratios never compare two groups."
     return markdown(header, rows, lines[0], note, *_losses(lines))
+
+
+def _and_symmetric(line: Line, column: str) -> str:
+    """Bytes of torch's allocator and of the arenas, which it does not count, in MiB; ``-`` where not measured."""
+    if line.get(column, "") in ("", None):
+        return "-"
+    return f"{int(line[column]) / 2**20:.0f} + {int(line['symmetric_bytes']) / 2**20:.0f}"
 
 
 def _step_name(line: Line, lines: Sequence[Line]) -> str:

@@ -191,6 +191,9 @@ def test_the_table_says_whose_losses_differ(tmp_path: Path) -> None:
     text = way_tables.step_table([line | {"variant": v, "losses": some} for v, some in losses.items()])
     assert "| d8_l1 | direct | 1.0 (1.0-1.0) | 6.0 (-0.5 to 7.0) | 0.57 |" in text
     assert "| d8_l1 | floor | 1.0 (1.0-1.0) | - | - |" in text
+    assert "| 0 + 0 | - |" in text, "a file that is older than a column"
+    measured = line | {"variant": "plain", "losses": "1.0", "peak_bytes": 5 << 20, "symmetric_bytes": 2 << 20}
+    assert "| 5 + 2 | 7 + 2 |" in way_tables.step_table([measured | {"reserved_bytes": 7 << 20}])
     assert (
         "Losses of d8_l1: plain 1.0; 0.5; other losses: direct 1.0; 0.51. Ours were held to 0.0001: plain FSDP2" in text
     )
