@@ -186,14 +186,16 @@ echo a >"$csv"
 """
 
 
-def _gpu_run(tmp_path: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def _gpu_run(
+    tmp_path: Path, *arguments: str, script: str = "gpu_run.sh", python: str = FAKE, **environment: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     fake, notes = tmp_path / "python", tmp_path / "notes"
-    fake.write_text(FAKE)
+    fake.write_text(python)
     fake.chmod(0o755)
     notes.write_text("")
-    script = [str(ROOT / "profiles/gpu_run.sh"), str(tmp_path / "out"), *arguments]
+    command = [str(ROOT / "profiles" / script), str(tmp_path / "out"), *arguments]
     variables = {"PATH": "/usr/bin:/bin", "PYTHON": str(fake), "NOTES": str(notes), **environment}
-    done = subprocess.run(script, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
     return done, notes.read_text().splitlines()
 
 
@@ -243,3 +245,59 @@ def test_the_gpu_script_goes_on_and_says_what_is_missing(tmp_path: Path) -> None
     assert done.returncode == 1
     assert ["unshard" in call for call in calls] == [True]  # the others would take longer
     assert "fsdp_step_w2: not started, about 130 s are needed and 65 s are left" in done.stdout
+
+
+CHECKED = """#!/bin/bash
+# takes the place of python: notes how it was called, and prints what a check prints
+echo "$FSDP_SYMM_TEST_DEVICE $NCCL_MULTI_RANK_GPU_ENABLE $*" >>"$NOTES"
+case "$*" in *"${FAIL:-none}"*) echo "FAILED tests/x.py::test_x - no luck"; exit 1;; esac
+echo "9 passed"
+"""
+
+
+def _gpu_checks(tmp_path: Path, *arguments: str, **environment: str) -> tuple[list[str], int, list[str]]:
+    done, calls = _gpu_run(tmp_path, *arguments, script="gpu_checks.sh", python=CHECKED, **environment)
+    return done.stdout.splitlines(), done.returncode, calls
+
+
+def test_the_gpu_checks_run_every_gpu_test_and_training(tmp_path: Path) -> None:
+    printed, status, calls = _gpu_checks(tmp_path)
+    assert status == 0
+    assert all(call.startswith("cuda 1 -m ") for call in calls)
+    files = {ROOT / word for call in calls for word in call.split() if word.startswith("tests/")}
+    assert all(path.is_file() for path in files)
+    assert files >= {*ROOT.glob("tests/gpu/test_*.py"), ROOT / "tests/test_parity.py", ROOT / "tests/test_random.py"}
+    runs = [call for call in calls if " train.py --config " in call]
+    configs = [word for call in runs for word in call.split() if word.endswith(".toml")]
+    assert configs == ["configs/debug_dense_gpu.toml", "configs/debug_moe_gpu.toml"]
+    assert all((ROOT / config).is_file() for config in configs)
+    claims = [call.split("--expect ")[1] for call in calls if "--expect" in call]
+    assert claims == ["copy-engine:all_gather", "copy-engine:all_gather", "copy-engine:dispatch,combine"]
+    rows = printed[len(printed) // 2 :]
+    assert len(rows) == len(calls) - len(claims), "one line a check"
+    assert rows[0] == "experts: 9 passed"
+    assert "train_debug_moe_gpu_w2: shown: copy-engine:all_gather copy-engine:dispatch,combine" in rows
+
+    printed, status, calls = _gpu_checks(tmp_path)  # everything was seen: only the table again
+    assert (printed, status, calls) == (rows, 0, [])
+
+
+def test_the_gpu_checks_name_what_failed_and_what_did_not_run(tmp_path: Path) -> None:
+    printed, status, _ = _gpu_checks(tmp_path, FAIL="--expect copy-engine:dispatch")
+    assert status == 1
+    assert "train_debug_moe_gpu_w2: FAILED, FAILED tests/x.py::test_x - no luck" in printed
+    assert printed[-1] == "parity: 9 passed"
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    printed, status, calls = _gpu_checks(fresh, "100")
+    assert status == 1
+    assert "experts: not started, about 200 s are needed and 100 s are left" in printed
+    assert "experts: NOT RUN" in printed
+    assert len(calls) == 3 + 2 + 1, "two training runs with three claims, and one short test"
+
+
+def test_a_dry_run_of_the_gpu_checks_starts_and_writes_nothing(tmp_path: Path) -> None:
+    printed, status, calls = _gpu_checks(tmp_path, DRY_RUN="1")
+    assert (status, calls) == (0, [])
+    assert not (tmp_path / "out").exists()
+    assert printed[0].startswith("experts, about 200 s (200 s so far): timeout -k 45 400 ")

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# All checks that need a GPU, on one GPU that ranks share, most important first:
+#
+#     profiles/gpu_checks.sh FOLDER [SECONDS]
+#
+# For each of them FOLDER gets NAME.txt with what it printed when all was well, else NAME.log; training runs leave their
+# traces in NAME/traces. A check that has its NAME.txt is left out, so that a second run goes on where the first one
+# ended. With SECONDS, none is started that would probably not end in time. The last lines are one for each check; the
+# exit status is 1 if one failed or was not started. PYTHON names the interpreter (default python3), whose fsdp_symm is
+# checked; with pytest, hypothesis and torchtitan. DRY_RUN=1 prints the commands instead.
+#
+# NCCL 2.30 or newer, under MPS.
+set -uo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/bench_lib.sh"
+prepare "${1:?usage: profiles/gpu_checks.sh FOLDER [SECONDS]}" "${2:-0}"
+share_gpus
+export FSDP_SYMM_TEST_DEVICE=cuda
+names=()
+
+# tests NAME ESTIMATE ARGUMENT...: pytest on files, with reasons for what it leaves out.
+tests() {
+  local name=$1 estimate=$2
+  shift 2
+  names+=("$name")
+  attempt "$name" "$name.txt" "$estimate" "$python" -m pytest -q -rs -p no:cacheprovider "$@"
+}
+
+# trains CONFIG ESTIMATE EXPECTED ARGUMENT...: a training run of two ranks whose trace must show what is expected.
+trains() {
+  local name=train_$1_w2 estimate=$2 expected=$3 config=configs/$1.toml
+  shift 3
+  names+=("$name")
+  # shellcheck disable=SC2016 # expanded by the inner shell
+  attempt "$name" "$name.txt" "$estimate" bash -euc '
+    python=$1 folder=$2 expected=$3; shift 3
+    "$python" -m torch.distributed.run --standalone --nproc-per-node 2 train.py "$@" --dump_folder "$folder"
+    for claim in $expected; do "$python" -m fsdp_symm.cli inspect "$folder/traces" --expect "$claim"; done
+    echo "shown: $expected"
+  ' trains "$python" "$out/$name" "$expected" --config "$config" "$@"
+}
+
+# Seconds are estimates on one H200, imports included.
+tests experts 200 tests/gpu/test_experts.py
+tests copy_engine 200 tests/gpu/test_copy_engine.py
+trains debug_dense_gpu 70 copy-engine:all_gather
+trains debug_moe_gpu 80 "copy-engine:all_gather copy-engine:dispatch,combine" \
+  --expert_parallel.implementation copy_engine
+tests random 150 tests/test_random.py
+tests nccl 120 tests/gpu/test_nccl.py
+tests narrow 60 tests/test_narrow.py
+tests parity 400 tests/test_parity.py
+
+[ "${DRY_RUN:-}" = 1 ] && exit
+for name in "${names[@]}"; do
+  if [ -e "$out/$name.txt" ]; then
+    echo "$name: $(tail -n 1 "$out/$name.txt")"
+  elif [ -e "$out/$name.log" ]; then
+    echo "$name: FAILED, $(grep -m 1 -E '^(FAILED|ERROR)|Error' "$out/$name.log" || tail -n 1 "$out/$name.log")"
+  else
+    echo "$name: NOT RUN"
+  fi
+done
+exit "$status"
