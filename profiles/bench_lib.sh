@@ -1,5 +1,6 @@
 # What the scripts that run benchmarks share; to be sourced by one of them:
 #
+#     need USAGE FOLDER NUMBER...  ends the script with its usage if these are no folder and no whole numbers
 #     prepare FOLDER SECONDS       where everything goes, how long all of it may take (0: no limit)
 #     share_gpus                   several ranks on one GPU: MPS, NCCL's permission
 #     show_environment             for a dry run: what every command is started with
@@ -11,6 +12,15 @@
 
 python=${PYTHON:-python3}
 status=0
+
+need() {
+  local usage=$1 number
+  case "$2" in '' | -*) echo "$usage" >&2 && exit 2 ;; esac
+  shift 2
+  for number in "$@"; do
+    case "$number" in '' | *[!0-9]*) echo "$usage; found $number, expected a whole number" >&2 && exit 2 ;; esac
+  done
+}
 
 # prepare FOLDER SECONDS: to be called in the folder that FOLDER may be relative to; ends in the repository.
 prepare() {

@@ -12,7 +12,8 @@
 # NCCL 2.30 or newer, under MPS.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/bench_lib.sh"
-prepare "${1:?usage: profiles/gpu_checks.sh FOLDER [SECONDS]}" "${2:-0}"
+need "usage: profiles/gpu_checks.sh FOLDER [SECONDS]" "${1:-}" "${2:-0}"
+prepare "$1" "${2:-0}"
 share_gpus
 export FSDP_SYMM_TEST_DEVICE=cuda
 names=()

@@ -11,7 +11,8 @@
 # Several ranks share the GPU (or spread over those that are visible): NCCL 2.30 or newer, under MPS.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/bench_lib.sh"
-prepare "${1:?usage: profiles/gpu_run.sh FOLDER [SECONDS]}" "${2:-0}"
+need "usage: profiles/gpu_run.sh FOLDER [SECONDS]" "${1:-}" "${2:-0}"
+prepare "$1" "${2:-0}"
 share_gpus
 
 # shared NAME RANKS ...: a rank's kernels must leave SMs to the other ranks' on the same GPU

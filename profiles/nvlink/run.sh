@@ -21,10 +21,7 @@ if [ "${1:-}" = --dry-run ]; then
   DRY_RUN=1
   shift
 fi
-case "${1:-}" in '' | -*) echo "$usage" >&2 && exit 2 ;; esac
-for number in "${2:-0}" "${RANKS:-2}" "${LAYERS:-1}"; do
-  case "$number" in *[!0-9]*) echo "$usage; found $number, expected a whole number" >&2 && exit 2 ;; esac
-done
+need "$usage" "${1:-}" "${2:-0}" "${RANKS:-2}" "${LAYERS:-1}"
 prepare "$1" "${2:-540}"
 
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') || exit 2

@@ -230,6 +230,25 @@ def test_a_dry_run_of_the_gpu_script_starts_and_writes_nothing(tmp_path: Path) -
     assert len(done.stdout.splitlines()) == 10
 
 
+@pytest.mark.parametrize("script", ["gpu_run.sh", "gpu_checks.sh"])
+def test_the_gpu_scripts_say_how_they_are_called(tmp_path: Path, script: str) -> None:
+    usage = f"usage: profiles/{script} FOLDER [SECONDS]"
+    for words, text in (
+        ([], usage),
+        (["--help"], usage),
+        (["x", "1h"], f"{usage}; found 1h, expected a whole number"),
+    ):
+        done = subprocess.run(
+            [str(ROOT / "profiles" / script), *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=tmp_path,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", text + "\n")
+
+
 def test_the_gpu_script_goes_on_and_says_what_is_missing(tmp_path: Path) -> None:
     done, calls = _gpu_run(tmp_path, FAIL="unshard_w2")
     assert done.returncode == 1
