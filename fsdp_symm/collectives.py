@@ -230,7 +230,7 @@ class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
         arena, wire = parts.arena, wire_of(parts.arena)
         chunk, ranks = output.numel(), len(arena.ranks)
         rows, kind, lease, work = input_.view(ranks, chunk), input_.dtype, None, None
-        with self._range(input_.nbytes, wire.reduce_engine(input_, op), group, op_name(op)):
+        with arena.peers_told(), self._range(input_.nbytes, wire.reduce_engine(input_, op), group, op_name(op)):
             for start in range(0, chunk, parts.elements):
                 size = min(parts.elements, chunk - start)
                 nbytes = ranks * size * kind.itemsize

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +154,7 @@ class DirectUnshard:
             if layout.nbytes == 0:
                 return self._plain("it has no bytes")
             slot, lease = arena.acquire_lease("unshard", layout.nbytes, owner=self._group.label)
-            with _peers_told(arena):
+            with arena.peers_told():
                 targets = self._take(layout, streams[0])
                 self._copy_in(layout, slot, targets, inputs)
         with _on(streams[1]), self._range(arena, layout):
@@ -275,16 +275,6 @@ class DirectUnshard:
             self._warned.add(reason)
             warnings.warn(text, SymmMemFallbackWarning, stacklevel=3)
         self._counters.add("all_gather", "plain", 0)
-
-
-@contextlib.contextmanager
-def _peers_told(arena: SymmMemArena) -> Iterator[None]:
-    """An error between a slot and its call (out of memory, Ctrl-C) must not leave the peers waiting for this rank."""
-    try:
-        yield
-    except BaseException as error:
-        arena.segment.fail(repr(error))
-        raise
 
 
 def _on(stream: Any) -> contextlib.AbstractContextManager[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_symm import SymmMemArena, SymmMemReduceScatter
-from fsdp_symm.errors import SymmMemConfigError
+from fsdp_symm.errors import SymmMemConfigError, SymmMemPeerError
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
 from fsdp_symm.plan import MAX_PARTS, PART_ELEMENTS, Ring, part_elements
 from tests.harness import Ranks
@@ -114,3 +115,30 @@ def test_a_slot_for_narrow_gradients_takes_wide_ones_in_two_parts(ranks: int, ch
     assert part % PART_ELEMENTS == 0
     assert ranks * part * 4 <= small
     assert narrowed(dataclasses.replace(item, narrow=None)).sizes == (nbytes,)
+
+
+def _killed_between_parts() -> str:
+    """Rank 1 fails after its first part; rank 0 waits for its second one."""
+    arena = SymmMemArena(dist.group.WORLD, [Ring("reduce_scatter", 1, SLOT)], timeout_s=60)
+    comm = SymmMemReduceScatter(arena, module="m", strict=True)
+    chunk = 2 * SLOT // dist.get_world_size() // 4
+    input_ = comm.allocate((dist.get_world_size() * chunk,), dtype=torch.float32, device=CPU).fill_(1.0)
+    output = comm.allocate((chunk,), dtype=torch.float32, device=CPU)
+    if dist.get_rank() == 1:
+        arena.renew = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    start = time.monotonic()
+    try:
+        comm(output, input_, dist.group.WORLD, dist.ReduceOp.SUM)
+    except (KeyboardInterrupt, SymmMemPeerError) as error:
+        assert time.monotonic() - start < 30
+        return repr(error)
+    finally:
+        arena.abandon("test over")
+    return "nothing was raised"
+
+
+def test_a_rank_that_is_interrupted_between_two_parts_tells_its_peers(ranks2: Ranks) -> None:
+    first, second = ranks2.run(_killed_between_parts)
+    assert second == "KeyboardInterrupt()"
+    assert "reduce_scatter" in first
+    assert "rank 1 reported: KeyboardInterrupt()" in first

@@ -7,9 +7,10 @@ allocator: those only decide whether a slot's turn comes too early, which is an 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -238,15 +239,21 @@ class SymmMemArena:
         with self._lock:
             return self._hand_out(lease.role, nbytes, lease.owner, lease.sequence)
 
+    @contextlib.contextmanager
+    def peers_told(self) -> Iterator[None]:
+        """Tell peers of an error between a slot and its call (out of memory, Ctrl-C): none may wait for this rank."""
+        try:
+            yield
+        except BaseException as error:
+            self.segment.fail(str(error) if isinstance(error, SymmMemError) else repr(error))
+            raise
+
     def _hand_out(self, role: Lane, nbytes: int, owner: str, sequence: int) -> tuple[torch.Tensor, Lease]:
         ring = self._rings[role]
         slot = sequence % ring.slots
         start, first = self._starts[role]
-        try:
+        with self.peers_told():  # of a timeout too
             self._retire(role, first + slot, owner)
-        except BaseException as error:  # a timeout, or Ctrl-C: the peers must not wait for this rank
-            self.segment.fail(str(error) if isinstance(error, SymmMemError) else repr(error))
-            raise
         offset = start + slot * ring.slot_bytes
         tensor, alive = self.segment.lease(offset, nbytes)
         lease = Lease(role, slot, first + slot, offset, nbytes, owner, sequence, alive)
