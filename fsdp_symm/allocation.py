@@ -63,15 +63,15 @@ def allocate(plans: tuple[GroupPlan, ...], verdicts: dict[str, Verdict], options
     A group that turns out to have no symmetric memory is blocked in ``verdicts`` from here on.
 
     Raises:
-        SymmMemError: on every rank of the group concerned; what was made before is let go.
+        SymmMemError: on every rank of the group concerned; what was made before is let go, on any other error too.
     """
     arenas = Arenas()
     try:
         for plan in plans:
             if verdicts[plan.name].blocked is None:
                 _allocate_plan(plan, arenas, verdicts, options)
-    except SymmMemError as error:
-        arenas.abandon(f"the switch failed: {error}")
+    except BaseException as error:  # Ctrl-C too: peers must hear of it, and nothing may be left behind
+        arenas.abandon(f"the switch failed: {error if isinstance(error, SymmMemError) else repr(error)}")
         raise
     return arenas
 

@@ -8,6 +8,7 @@ Legend: W ranks, C elements of one rank's chunk.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -144,13 +145,14 @@ class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
         if numel == expected:
             return torch.empty(tuple(size), dtype=dtype, device=device)
         arena = self._choose()
-        self._narrow, self._parts = self._narrower(dtype, arena), None
+        self._narrow = self._narrower(dtype, arena)
         kind = self._narrow or dtype
         if arena is not None:
             self._output_numel = numel // len(arena.ranks)
-            self._parts = self._in_parts(arena, numel, kind, device)
-        if self._parts is not None:
-            return torch.empty(tuple(size), dtype=kind, device=device)
+            if (parts := self._in_parts(arena, numel, kind, device)) is not None:
+                tensor = torch.empty(tuple(size), dtype=kind, device=device)
+                self._parts[tensor.data_ptr()] = parts
+                return tensor
         tensor = self._allocate_from(arena, size, kind, device)
         if kind != dtype and self._current is None:  # no slot: the plain path sums in the type it is given
             tensor = torch.empty(tuple(size), dtype=dtype, device=device)
@@ -158,7 +160,11 @@ class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
 
     _output_numel: int | None = None  # size of the output that belongs to the last input
     _narrow: torch.dtype | None = None  # type of the last input, where it is not that of the sum
-    _parts: _Parts | None = None  # how the last input passes through a slot that is too small for it
+
+    @functools.cached_property
+    def _parts(self) -> dict[int, _Parts]:
+        """How inputs pass through a slot that is too small for them, by address, until they are reduced."""
+        return {}
 
     def _narrower(self, dtype: torch.dtype, arena: SymmMemArena | None) -> torch.dtype | None:
         """The type that may travel for a sum in ``dtype``, if it is a narrower one; the same on every rank."""
@@ -194,7 +200,7 @@ class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
             SymmMemTimeoutError, SymmMemPeerError: a rank did not arrive, died, or issued another call.
         """
         self._check(input_tensor, output_tensor, group, narrow=self._narrow)
-        parts, self._parts = self._parts, None
+        parts = self._parts.pop(input_tensor.data_ptr(), None)
         if parts is not None and self._serves(parts.arena, group):
             return self._pass_in_parts(parts, output_tensor, input_tensor, group, op, async_op)
         slot = self._slot(input_tensor, group)
@@ -224,14 +230,15 @@ class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
         input_: torch.Tensor,
         group: dist.ProcessGroup,
         op: object,
-        later: bool,
+        async_op: bool,
     ) -> dist.Work | None:
-        """One reduce-scatter as several on one slot; each element is summed as ever."""
+        """One reduce-scatter as several on one slot; each element is summed as ever. Ends before it returns, also if a
+        work is asked for: a part that is pending would keep the slot from the next call."""
         arena, wire = parts.arena, wire_of(parts.arena)
         chunk, ranks = output.numel(), len(arena.ranks)
         rows, kind, lease, work = input_.view(ranks, chunk), input_.dtype, None, None
         with arena.peers_told(), self._range(input_.nbytes, wire.reduce_engine(input_, op), group, op_name(op)):
-            for start in range(0, chunk, parts.elements):
+            for number, start in enumerate(range(0, chunk, parts.elements), start=1):
                 size = min(parts.elements, chunk - start)
                 nbytes = ranks * size * kind.itemsize
                 memory, lease = (
@@ -242,8 +249,11 @@ class SymmMemReduceScatter(_SymmMemComm, compat.ReduceScatter):
                 slot = memory.view(kind)
                 slot.view(ranks, size).copy_(rows.narrow(1, start, size))
                 part = output.view(-1).narrow(0, start, size)
-                last = start + size == chunk
+                # The part stands in the call's signature: no rank may take one for another.
+                module = f"{self.module}, part {number}"
                 epoch = arena.next_epoch(lease)
-                work = wire.reduce_scatter(part, slot, op, lease, epoch, module=self.module, async_op=later and last)
+                work = wire.reduce_scatter(part, slot, op, lease, epoch, module=module, async_op=async_op)
+                if work is not None:
+                    work.wait()
                 del memory, slot  # nothing may use the slot when it is renewed
         return work

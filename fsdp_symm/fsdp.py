@@ -265,9 +265,15 @@ def set_symm_mem_for_comm(
     plans = tuple(plan for plan in plans if plan.rings)
     arenas = allocate(plans, verdicts, options)
     counters = Counters()
-    installed = _install(members, skips, arenas, counters, strict)
-    report = make_report(members, plans, skips, verdicts)
-    return SymmMemHandle(report, arenas, counters, installed)
+    entries = _entries(members, skips, arenas, counters, strict)
+    handle = SymmMemHandle(make_report(members, plans, skips, verdicts), arenas, counters, tuple(entries))
+    try:
+        for entry in entries:  # plain attribute writes: only a signal can come between
+            entry.do()
+    except BaseException as error:
+        handle.abandon(f"the switch failed: {error!r}")
+        raise
+    return handle
 
 
 def _plan(model: nn.Module, members: list[Member], options: SwitchOptions) -> tuple[GroupPlan, ...]:
@@ -336,9 +342,10 @@ def _announce_verdicts(verdicts: dict[str, Verdict], strict: bool) -> None:
             warnings.warn(text, SymmMemFallbackWarning, stacklevel=4)
 
 
-def _install(
+def _entries(
     members: list[Member], skips: list[Skip], arenas: Arenas, counters: Counters, strict: bool
-) -> tuple[_Installed | _TakenOver, ...]:
+) -> list[_Installed | _TakenOver]:
+    """What is to be put into the model."""
     served = [
         m for m in members if any(arenas.find(m.lane, m.group.root, compat.group_name(g)) for g in m.process_groups)
     ]
@@ -354,9 +361,7 @@ def _install(
             entries.append(_comm(item.group, item.role, choose, counters, strict))
     for skip in (s for s in skips if s.watched):
         entries.append(_comm(skip.group, skip.role, _chooser(skip.group, skip.role, arenas), counters, strict))
-    for entry in entries:  # plain attribute writes: nothing here can fail half-way
-        entry.do()
-    return tuple(entries)
+    return entries
 
 
 def _comm(group: ParamGroup, role: Role, choose: ArenaSource, counters: Counters, strict: bool) -> _Installed:

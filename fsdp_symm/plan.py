@@ -35,7 +35,7 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 SHARD_ALIGNMENT_BYTES = 256
 
 # Reduce-scatter inputs that are larger than a slot pass through it in at most so many parts: fp32 gradients, where a
-# slot was planned for bf16 ones. A part is a multiple of so many elements of a rank's chunk.
+# slot was planned for bf16 ones. A part is a multiple of so many elements of a rank's chunk, if it can be.
 MAX_PARTS = 2
 PART_ELEMENTS = 64
 
@@ -200,8 +200,11 @@ def part_elements(slot_bytes: int, chunk: int, ranks: int, itemsize: int) -> int
         ranks: of the group; a slot holds a part of each rank's chunk.
         itemsize: bytes of an element as it travels.
     """
-    part = slot_bytes // (ranks * itemsize) // PART_ELEMENTS * PART_ELEMENTS
-    return part if 0 < chunk <= MAX_PARTS * part else None
+    room = slot_bytes // (ranks * itemsize)
+    for part in (room // PART_ELEMENTS * PART_ELEMENTS, room):
+        if 0 < chunk <= MAX_PARTS * part:
+            return part
+    return None
 
 
 def shard_offsets(nbytes: Sequence[int]) -> list[int]:

@@ -56,7 +56,8 @@ for name in "${names[@]}"; do
   if [ -e "$out/$name.txt" ]; then
     echo "$name: $(tail -n 1 "$out/$name.txt")"
   elif [ -e "$out/$name.log" ]; then
-    echo "$name: FAILED, $(grep -m 1 -E '^(FAILED|ERROR)|Error' "$out/$name.log" || tail -n 1 "$out/$name.log")"
+    echo "$name: FAILED, $(grep -m 1 -E '^(FAILED|ERROR)|Error' "$out/$name.log" || tail -n 1 "$out/$name.log" | grep . ||
+      echo "see $name.log")"
   else
     echo "$name: NOT RUN"
   fi

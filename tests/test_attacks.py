@@ -202,10 +202,138 @@ def _interrupted_at(meeting: int, peer_has_read: bool) -> int:
     [(1, False, (3, 2)), (1, True, (4, 3)), (2, False, (4, 3))],
     ids=["before the peer has come", "after the peer has read of a file that is gone", "while the peer waits"],
 )
-def test_a_switch_can_be_tried_again_after_an_interrupt(
+def test_memory_can_be_set_up_again_after_an_interrupt(
     ranks2: Ranks, meeting: int, peer_has_read: bool, meetings: tuple[int, int]
 ) -> None:
     assert tuple(ranks2.run(_interrupted_at, meeting, peer_has_read)) == meetings
+
+
+def _interrupted_while_writing(write: int) -> int:
+    """A signal arrives in the middle of rank 0's first words to its peers; it tries again at once."""
+    from fsdp_symm import rendezvous
+
+    real, count = rendezvous._Seat._write, 0
+
+    def signalled(seat: Any, *arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        real(seat, *arguments)
+        if count == write:
+            raise KeyboardInterrupt
+
+    if dist.get_rank() == 0:
+        rendezvous._Seat._write = signalled  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            _arena()
+        rendezvous._Seat._write = real  # type: ignore[method-assign]
+    for _ in range(2):
+        arena = _arena()
+        arena.close()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("write", [1, 2])
+def test_a_signal_while_a_rank_takes_its_place_loses_no_count(ranks2: Ranks, write: int) -> None:
+    before = ranks2.run(_interrupted_while_writing, write)
+    assert ranks2.run(_interrupted_while_writing, write) == before, "nothing is left open"
+
+
+def _gave_up() -> tuple[str, float]:
+    """Rank 0 gives up right after rank 1 has seen that it came."""
+    from fsdp_symm import rendezvous
+
+    rank, store, real = dist.get_rank(), compat.default_store(), rendezvous._Seat.collect
+
+    def collect(seat: Any, *arguments: Any) -> Any:
+        store.wait(["seen"])
+        raise KeyboardInterrupt
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def wait(self, keys: list[str], *arguments: Any) -> None:
+            store.wait(keys, *arguments)
+            store.set("seen", "")
+            store.wait(["gone"])
+
+    start = time.monotonic()
+    try:
+        if rank == 0:
+            rendezvous._Seat.collect = collect  # type: ignore[method-assign]
+            _arena(timeout_s=2)
+        rendezvous._Seat.collect = lambda seat, _, deadline: real(seat, Watched(), deadline)  # type: ignore
+        _arena(timeout_s=2)
+    except (KeyboardInterrupt, SymmMemError) as error:
+        return str(error), time.monotonic() - start
+    finally:
+        rendezvous._Seat.collect = real  # type: ignore[method-assign]
+        if rank == 0:
+            store.set("gone", "")
+    return "nothing was raised", 0.0
+
+
+def test_a_rank_that_gave_up_is_named_with_its_reason_in_time(ranks2: Ranks) -> None:
+    _, (text, took_s) = ranks2.run(_gave_up)
+    assert "ranks [0] of group [0, 1] did not arrive within 2 s" in text
+    assert "found: ranks [1]; rank 0 gave up (KeyboardInterrupt)" in text
+    assert took_s < 20
+
+
+def _interrupted_reservation() -> int:
+    before = len(os.listdir("/proc/self/fd"))
+    real = os.posix_fallocate
+
+    def signalled(*arguments: Any) -> None:
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    os.posix_fallocate = signalled
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _arena()
+    finally:
+        os.posix_fallocate = real
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+def test_an_interrupt_while_pages_are_reserved_leaves_nothing(ranks2: Ranks) -> None:
+    assert ranks2.run(_interrupted_reservation) == [0, 0]
+
+
+def _interrupted_between_arenas() -> tuple[str, int, bool]:
+    """Two roots, so two arenas; rank 1 is interrupted at the second one."""
+    model = nn.ModuleList([build(Options()), build(Options())])
+    before = len(os.listdir("/proc/self/fd"))
+    from fsdp_symm import allocation
+
+    real, count = allocation.SymmMemArena, 0
+
+    def make(*arguments: Any, **named: Any) -> SymmMemArena:
+        nonlocal count
+        count += 1
+        if count == 2 and dist.get_rank() == 1:
+            raise KeyboardInterrupt
+        return real(*arguments, **named)
+
+    allocation.SymmMemArena = make  # type: ignore[assignment,misc]
+    try:
+        set_symm_mem_for_comm(model, strict=True, timeout_s=3)
+        text = "nothing was raised"
+    except (KeyboardInterrupt, SymmMemError) as error:
+        text = repr(error)
+    finally:
+        allocation.SymmMemArena = real  # type: ignore[misc]
+    opened = len(os.listdir("/proc/self/fd")) - before
+    with set_symm_mem_for_comm(model, strict=True) as handle:
+        return text, opened, handle.enabled
+
+
+def test_an_interrupt_between_two_arenas_leaves_nothing(ranks2: Ranks) -> None:
+    (first, *rest), (second, *others) = ranks2.run(_interrupted_between_arenas)
+    assert second == "KeyboardInterrupt()"
+    assert "ranks [1] of group [0, 1] did not arrive within 3 s" in first
+    assert rest == others == [0, True]
 
 
 def _reversed_prefetch(depth: int) -> dict[str, int]:

@@ -131,6 +131,9 @@ def _killed_between_parts() -> str:
         comm(output, input_, dist.group.WORLD, dist.ReduceOp.SUM)
     except (KeyboardInterrupt, SymmMemPeerError) as error:
         assert time.monotonic() - start < 30
+        again = comm.allocate((dist.get_world_size() * chunk,), dtype=torch.float32, device=CPU)
+        with pytest.raises(SymmMemPeerError, match="has failed before"):  # it must not meet the peer's second part
+            comm(output, again, dist.group.WORLD, dist.ReduceOp.SUM)
         return repr(error)
     finally:
         arena.abandon("test over")
@@ -142,3 +145,53 @@ def test_a_rank_that_is_interrupted_between_two_parts_tells_its_peers(ranks2: Ra
     assert second == "KeyboardInterrupt()"
     assert "reduce_scatter" in first
     assert "rank 1 reported: KeyboardInterrupt()" in first
+
+
+def _outstanding(first: str) -> None:
+    """Two inputs at once: one in a slot, one that will pass in parts; and asynchronous calls."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    arena = SymmMemArena(dist.group.WORLD, [Ring("reduce_scatter", 2, SLOT)])
+    comm = SymmMemReduceScatter(arena, module="m", strict=True)
+    fitting = SLOT // world_size // 4
+    for _ in range(6):
+        inputs = {}
+        for name, chunk in {"slot": fitting, "parts": 2 * fitting}.items():
+            inputs[name] = comm.allocate((world_size * chunk,), dtype=torch.float32, device=CPU).fill_(rank + chunk)
+            comm.allocate((chunk,), dtype=torch.float32, device=CPU)
+        for name in (first, *(inputs.keys() - {first})):
+            input_ = inputs.pop(name)
+            output = torch.full((input_.numel() // world_size,), float("nan"))
+            work = comm(output, input_, dist.group.WORLD, dist.ReduceOp.SUM, async_op=True)
+            assert work is not None
+            work.wait()
+            chunk = output.numel()
+            assert output.eq(world_size * chunk + sum(range(world_size))).all(), name
+            del input_
+    arena.close()
+
+
+@pytest.mark.parametrize("first", ["slot", "parts"])
+def test_inputs_may_be_outstanding_together(ranks2: Ranks, first: str) -> None:
+    ranks2.run(_outstanding, first)
+
+
+def _asynchronous() -> None:
+    """Calls that nobody waits for, in a ring of one slot."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    arena = SymmMemArena(dist.group.WORLD, [Ring("reduce_scatter", 1, SLOT)])
+    comm = SymmMemReduceScatter(arena, module="m", strict=True)
+    chunk = 2 * SLOT // world_size // 4
+    outputs, works = [], []
+    for call in range(10):
+        input_ = comm.allocate((world_size * chunk,), dtype=torch.float32, device=CPU).fill_(rank + call)
+        outputs.append(comm.allocate((chunk,), dtype=torch.float32, device=CPU))
+        works.append(comm(outputs[-1], input_, dist.group.WORLD, dist.ReduceOp.SUM, async_op=True))
+    for call, (output, work) in enumerate(zip(outputs, works, strict=True)):
+        assert work is not None
+        work.wait()
+        assert output.eq(world_size * call + sum(range(world_size))).all()
+    arena.close()
+
+
+def test_asynchronous_calls_in_parts_share_one_slot(ranks2: Ranks) -> None:
+    ranks2.run(_asynchronous)

@@ -83,8 +83,8 @@ class HostSegment:
                 descriptor = reserve(self.nbytes)
             except SymmMemMemoryError as failure:
                 error = str(failure)
-        inode = inode_of(descriptor) if descriptor >= 0 else ""
         try:
+            inode = inode_of(descriptor) if descriptor >= 0 else ""
             self._meet(group, Invitation(host_identity(), os.getpid(), descriptor, inode, self.nbytes, error))
         except BaseException:
             self._unmap()
@@ -120,10 +120,11 @@ class HostSegment:
         )
 
     def _unmap(self) -> None:
-        for pidfd in self._pidfds:
+        self._mappings = []
+        while self._pidfds:  # taken out first: a signal in between must not let one be closed twice
+            pidfd = self._pidfds.pop()
             if pidfd is not None:
                 os.close(pidfd)
-        self._mappings, self._pidfds = [], []
 
     def _exchange(self, group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
         return exchange(
@@ -367,11 +368,8 @@ class HostSegment:
             if self._broken is None:
                 self._await_close()
         finally:
-            for pidfd in self._pidfds:
-                if pidfd is not None:
-                    os.close(pidfd)
+            self._unmap()
             self._broken = self._broken or "it was closed"
-            self._mappings = []
             del self._own  # only tensors that are still alive keep the memory now
 
     def _await_close(self) -> None:

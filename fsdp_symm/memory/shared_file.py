@@ -58,9 +58,8 @@ def reserve(nbytes: int) -> int:
             )
         ) from error
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
+        _fill(descriptor, nbytes)
     except OSError as error:
-        os.close(descriptor)
         stat = os.statvfs(folder)
         raise SymmMemMemoryError(
             problem(
@@ -72,6 +71,15 @@ def reserve(nbytes: int) -> int:
             )
         ) from error
     return descriptor
+
+
+def _fill(descriptor: int, nbytes: int) -> None:
+    """Give the file all its pages, or close it: also on Ctrl-C, since this may take long."""
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 class Mapping:
