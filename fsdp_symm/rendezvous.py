@@ -57,7 +57,7 @@ def exchange_many(
             seat.take(store, payload)
         return _collect(store, seats, what, timeout_s, fix)
     except BaseException as error:  # Ctrl-C too: the next attempt must meet the peers in the same round
-        for seat in seats:
+        for seat in reversed(seats):  # several may be of one group
             with contextlib.suppress(RuntimeError):  # the store may be what failed
                 seat.leave(store, f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": "))
         raise

@@ -301,6 +301,27 @@ def test_an_interrupt_while_pages_are_reserved_leaves_nothing(ranks2: Ranks) -> 
     assert ranks2.run(_interrupted_reservation) == [0, 0]
 
 
+def _interrupted_agreement() -> bool:
+    """Two roots over one group compare two plans; rank 0 is interrupted meanwhile, and calls the switch again."""
+    from fsdp_symm import rendezvous
+
+    model = nn.ModuleList([build(Options()), build(Options())])
+    if dist.get_rank() == 0:
+        real = rendezvous._Seat.collect
+        rendezvous._Seat.collect = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            set_symm_mem_for_comm(model, strict=True, timeout_s=20)
+        rendezvous._Seat.collect = real  # type: ignore[method-assign]
+    for _ in range(2):
+        with set_symm_mem_for_comm(model, strict=True, timeout_s=20) as handle:
+            assert len(handle.arenas) == 2
+    return True
+
+
+def test_a_switch_over_two_roots_is_met_again_after_an_interrupt(ranks2: Ranks) -> None:
+    assert ranks2.run(_interrupted_agreement) == [True, True]
+
+
 def _interrupted_between_arenas() -> tuple[str, int, bool]:
     """Two roots, so two arenas; rank 1 is interrupted at the second one."""
     model = nn.ModuleList([build(Options()), build(Options())])
