@@ -301,6 +301,49 @@ def test_an_interrupt_while_pages_are_reserved_leaves_nothing(ranks2: Ranks) -> 
     assert ranks2.run(_interrupted_reservation) == [0, 0]
 
 
+def _interrupted_installation() -> str:
+    """Rank 1 is interrupted when half of its model has been switched; rank 0 has switched all of its own."""
+    from fsdp_symm import compat_unshard
+
+    plain, model = build(Options()), build(Options())
+    real, count = compat_unshard.install, 0
+
+    def install(*arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        real(*arguments)
+        if count == 2:
+            raise KeyboardInterrupt
+
+    if dist.get_rank() == 1:
+        compat_unshard.install = install  # type: ignore[assignment]
+    try:
+        handle = set_symm_mem_for_comm(model, strict=True, timeout_s=60)
+        model(batch(0))
+        text = "nothing was raised"
+    except KeyboardInterrupt as error:
+        text = repr(error)
+    except SymmMemPeerError as error:
+        text = str(error)
+        handle.abandon("a peer failed")
+    finally:
+        compat_unshard.install = real
+    dist.barrier()
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, model)]
+    losses = [train_step(m, o, 0, Options()) for m, o in zip((plain, model), optimizers, strict=True)]
+    with set_symm_mem_for_comm(model, strict=True) as again:
+        losses += [train_step(m, o, 1, Options()) for m, o in zip((plain, model), optimizers, strict=True)]
+        assert set(again.stats().calls["all_gather"]) == {GATHERS}
+    assert losses[0::2] == losses[1::2]
+    return text
+
+
+def test_an_interrupt_while_comms_are_put_in_takes_all_of_them_out(ranks2: Ranks) -> None:
+    first, second = ranks2.run(_interrupted_installation)
+    assert second == "KeyboardInterrupt()"
+    assert "rank 1 reported: the switch failed: KeyboardInterrupt()" in first
+
+
 def _interrupted_agreement() -> bool:
     """Two roots over one group compare two plans; rank 0 is interrupted meanwhile, and calls the switch again."""
     from fsdp_symm import rendezvous
