@@ -4,7 +4,9 @@ With ``reduce_dtype=torch.float32`` FSDP2 casts bf16 gradients to fp32, and it i
 by itself can send the gradients as they are and add them in fp32: the same numbers from half of the bytes. FSDP2 tells
 its comm only the type of the sum. That of the gradients follows from the parameters' and from whether a backward pass
 without a reduction has accumulated them in the type of the sum; both are the same on every rank, what a rank's own
-gradients look like is not (a module may be unused on some). Read in 2.13.0, 2.14.1 and 2.15.0.
+gradients look like is not (a module may be unused on some). From 2.15 on FSDP2 leaves gradients in the type in which
+autograd makes them, for each parameter its own: there what is reduced in fp32 travels in fp32. Read in 2.13.0, 2.14.1
+and 2.15.0.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ def gradient_dtype(native: Any) -> torch.dtype | None:
     trainable = [p for p in native.fsdp_params if p.sharded_param.requires_grad]
     if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in trainable):
         return None  # an extension makes parameters of whatever type it likes
-    if len(native.modules) > 1 and hasattr(native, "_fsdp_params_with_wider_grad_dtype"):
-        return None  # 2.15: where only some modules of the group ran, autograd itself widens their gradients
+    if hasattr(native, "_fsdp_params_with_wider_grad_dtype"):
+        return None  # 2.15: a gradient stays as autograd made it, fp32 for some operators (rms_norm on the CPU)
     kinds = {_unsharded_dtype(p) for p in trainable}
     return kinds.pop() if len(kinds) == 1 else None
 
