@@ -41,20 +41,25 @@ class Run:
         return [found.groups() for found in LOSS_LINE.finditer(self.stdout)]
 
 
-def start(*words: str, folder: Path, ranks: int = 2, timeout_s: float = 120) -> Run:
+def start(*words: str, folder: Path, ranks: int = 2, timeout_s: float = 400) -> Run:
     """Run train.py under torchrun (``ranks=0``: plain python)."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOG_RANK")}
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, *torchrun, "train.py", *words],
         cwd=REPO,
         env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
-        check=False,
     )
-    return Run(done.returncode, done.stdout, done.stderr, folder)
+    try:
+        out, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks then, which a kill would leave behind, beside all later tests
+        process.communicate(timeout=60)
+        raise
+    return Run(process.returncode, out, errors, folder)
 
 
 class Runs:
