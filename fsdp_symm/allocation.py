@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from fsdp_symm import compat
-from fsdp_symm.errors import SymmMemConfigError, SymmMemError, SymmMemUnavailableError
+from fsdp_symm.errors import SymmMemConfigError, SymmMemUnavailableError, told
 from fsdp_symm.memory.arena import SymmMemArena
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
 from fsdp_symm.plan import GroupPlan, Lane, Ring
@@ -71,7 +71,7 @@ def allocate(plans: tuple[GroupPlan, ...], verdicts: dict[str, Verdict], options
             if verdicts[plan.name].blocked is None:
                 _allocate_plan(plan, arenas, verdicts, options)
     except BaseException as error:  # Ctrl-C too: peers must hear of it, and nothing may be left behind
-        arenas.abandon(f"the switch failed: {error if isinstance(error, SymmMemError) else repr(error)}")
+        arenas.abandon(f"the switch failed: {told(error)}")
         raise
     return arenas
 

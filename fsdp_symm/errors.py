@@ -35,6 +35,11 @@ class SymmMemPeerError(SymmMemError):
     """Another rank died, failed, or issued a different call."""
 
 
+def told(error: BaseException) -> str:
+    """An error as its peers will read it: our own as they are, others with their class."""
+    return str(error) if isinstance(error, SymmMemError) else repr(error)
+
+
 def problem(what: str, *, found: object, expected: object, fix: str) -> str:
     """The one shape of our error texts.
 

@@ -218,7 +218,7 @@ def packed_nbytes(nbytes: Sequence[int]) -> int:
 
 
 def slots_needed(lane: Lane, *, schedule_slots: int, input_buffers: int, groups_per_module: int) -> int:
-    """How many slots a lane's ring needs (read in torch 2.13-2.15, ``_fsdp_param_group.py``).
+    """How many slots a lane's ring needs (FSDP2's rules, read in torch 2.13-2.15).
 
     All-gather and unshard: what the replay of the prefetch lists says (:mod:`fsdp_symm.schedule`), and never less than
     the output just copied out plus one prefetched module (1 + G). Reduce-scatter: K inputs are kept, and only a

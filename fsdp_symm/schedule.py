@@ -1,8 +1,7 @@
 """How long an all-gather output lives, counted in later all-gathers: what a ring in call order must hold.
 
-A replay of FSDP2's own rules (read in torch 2.13-2.15, ``_fsdp_state.py`` and ``_fsdp_param_group.py``) over the
-modules in FQN order, which is taken for the order of execution; a model that runs otherwise and needs more slots is
-told so when it happens.
+A replay of FSDP2's own rules (read in torch 2.13-2.15) over the modules in FQN order, which is taken for the order of
+execution; a model that runs otherwise and needs more slots is told so when it happens.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_symm import SymmMemAllGather, SymmMemArena, SymmMemReduceScatter, compat, set_symm_mem_for_comm
-from fsdp_symm.errors import SymmMemError, SymmMemPeerError
+from fsdp_symm.errors import SymmMemError, SymmMemMemoryError, SymmMemPeerError
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
 from fsdp_symm.plan import Ring
 from tests.harness import Ranks
@@ -206,6 +206,27 @@ def test_memory_can_be_set_up_again_after_an_interrupt(
     ranks2: Ranks, meeting: int, peer_has_read: bool, meetings: tuple[int, int]
 ) -> None:
     assert tuple(ranks2.run(_interrupted_at, meeting, peer_has_read)) == meetings
+
+
+def _restless() -> str:
+    """No meeting of the ranks is the last one, as if one had begun again each time."""
+    from fsdp_symm.memory import host
+
+    meetings, host._MEETINGS = host._MEETINGS, 1  # the first only shows what all have
+    try:
+        with pytest.raises(SymmMemMemoryError) as caught:
+            _arena()
+    finally:
+        host._MEETINGS = meetings
+    return str(caught.value)
+
+
+def test_ranks_that_keep_starting_over_are_told_so(ranks2: Ranks) -> None:
+    for text in ranks2.run(_restless):
+        assert "the ranks of group [0, 1] keep starting over" in text
+        assert "found: 1 meetings, in each of which a rank had begun again" in text
+        assert "expected: every rank to stay until all have mapped the others' memory" in text
+        assert "fix: look for what interrupts those ranks" in text
 
 
 def _interrupted_while_writing(write: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from fsdp_symm import SymmMemArena, SymmMemReduceScatter
 from fsdp_symm.errors import SymmMemConfigError, SymmMemPeerError
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
-from fsdp_symm.plan import MAX_PARTS, PART_ELEMENTS, Ring, part_elements
+from fsdp_symm.plan import MAX_PARTS, PART_ELEMENTS, Member, Ring, narrowed, part_elements
 from tests.harness import Ranks
 
 CPU = torch.device("cpu")
@@ -97,11 +99,6 @@ def test_what_takes_more_parts_is_not_planned(ranks2: Ranks, strict: bool) -> No
 @pytest.mark.parametrize("chunk", [1, 63, 64, 65, 1000, 4099, 100_000])
 def test_a_slot_for_narrow_gradients_takes_wide_ones_in_two_parts(ranks: int, chunk: int) -> None:
     """The size that the plan gives to a slot, and what passes through it, fit together for every size."""
-    import dataclasses
-    from types import SimpleNamespace
-
-    from fsdp_symm.plan import Member, narrowed
-
     group: Any = SimpleNamespace(size=lambda: ranks)
     nbytes = ranks * chunk * 4
     item = Member(

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp_symm import compat
-from fsdp_symm.errors import SymmMemError
 from fsdp_symm.experts import routing, symmetric
 from fsdp_symm.experts.config import EpConfig, refuse
 from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, Traffic
@@ -234,13 +233,10 @@ class WireExchange:
     def _call(
         self, lane: Lane, content: str, parts: list[_Part], write: Callable[[list[torch.Tensor]], None]
     ) -> list[torch.Tensor]:
-        try:
+        with self.arena.peers_told():
             recipe = self._recipe(lane, content, tuple(parts))
             slot, lease = self.arena.acquire_lease(lane, recipe.nbytes, owner=recipe.what)
             targets = recipe.fill(slot, write)
-        except BaseException as error:  # also Ctrl-C: the peers must not wait for this rank
-            self.arena.segment.fail(str(error) if isinstance(error, SymmMemError) else repr(error))
-            raise
         self._pull(lane, self.arena, lease, recipe.plan, targets, recipe.what)
         return targets
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_symm import compat
-from fsdp_symm.errors import SlotShortageError, SymmMemConfigError, SymmMemError, problem
+from fsdp_symm.errors import SlotShortageError, SymmMemConfigError, SymmMemError, problem, told
 from fsdp_symm.memory.host import HostSegment
 from fsdp_symm.memory.segment import Segment
 from fsdp_symm.plan import Lane, Ring
@@ -245,7 +245,7 @@ class SymmMemArena:
         try:
             yield
         except BaseException as error:
-            self.segment.fail(str(error) if isinstance(error, SymmMemError) else repr(error))
+            self.segment.fail(told(error))
             raise
 
     def _hand_out(self, role: Lane, nbytes: int, owner: str, sequence: int) -> tuple[torch.Tensor, Lease]:

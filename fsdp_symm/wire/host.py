@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_symm import compat
-from fsdp_symm.errors import SymmMemError, SymmMemTimeoutError
+from fsdp_symm.errors import SymmMemTimeoutError, told
 from fsdp_symm.memory.arena import Lease
 from fsdp_symm.memory.host import HostSegment
 from fsdp_symm.plan import LANES, Lane
@@ -241,7 +241,7 @@ class HostWire:
             self._segment.check_health(call)
             run()
         except BaseException as error:  # MemoryError and Ctrl-C too: the peers must not wait for this rank
-            self._segment.fail(str(error) if isinstance(error, SymmMemError) else repr(error))
+            self._segment.fail(told(error))
             raise
 
     # --- the bytes ---
