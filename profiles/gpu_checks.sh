@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # All checks that need a GPU, on one GPU that ranks share, most important first:
 #
-#     profiles/gpu_checks.sh FOLDER [SECONDS]
+#     profiles/gpu_checks.sh FOLDER [SECONDS [NAME...]]
 #
-# For each of them FOLDER gets NAME.txt with what it printed when all was well, else NAME.log; training runs leave their
+# With names, only these checks. For each of them FOLDER gets NAME.txt with what it printed when all was well, else NAME.log; training runs leave their
 # traces in NAME/traces. A check that has its NAME.txt is left out, so that a second run goes on where the first one
 # ended. With SECONDS, none is started that would probably not end in time. The last lines are one for each check; the
 # exit status is 1 if one failed or was not started. PYTHON names the interpreter (default python3), whose fsdp_symm is
@@ -12,27 +12,39 @@
 # NCCL 2.30 or newer, under MPS.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/bench_lib.sh"
-need "usage: profiles/gpu_checks.sh FOLDER [SECONDS]" "${1:-}" "${2:-0}"
+need "usage: profiles/gpu_checks.sh FOLDER [SECONDS [NAME...]]" "${1:-}" "${2:-0}"
+wanted=("${@:3}")
+known=(experts copy_engine train_debug_dense_gpu_w2 train_debug_moe_gpu_w2 random nccl narrow parity)
+for name in "${wanted[@]}"; do
+  [[ " ${known[*]} " == *" $name "* ]] && continue
+  echo "gpu_checks.sh: found no check $name, expected some of: ${known[*]}" >&2
+  exit 2
+done
 prepare "$1" "${2:-0}"
 share_gpus
 export FSDP_SYMM_TEST_DEVICE=cuda
 names=()
 
+# check NAME ESTIMATE COMMAND...: one that is wanted.
+check() {
+  [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" $1 "* ]] || return 0
+  names+=("$1")
+  attempt "$1" "$1.txt" "${@:2}"
+}
+
 # tests NAME ESTIMATE ARGUMENT...: pytest on files, with reasons for what it leaves out.
 tests() {
   local name=$1 estimate=$2
   shift 2
-  names+=("$name")
-  attempt "$name" "$name.txt" "$estimate" "$python" -m pytest -q -rs -p no:cacheprovider "$@"
+  check "$name" "$estimate" "$python" -m pytest -q -rs -p no:cacheprovider "$@"
 }
 
 # trains CONFIG ESTIMATE EXPECTED ARGUMENT...: a training run of two ranks whose trace must show what is expected.
 trains() {
   local name=train_$1_w2 estimate=$2 expected=$3 config=configs/$1.toml
   shift 3
-  names+=("$name")
   # shellcheck disable=SC2016 # expanded by the inner shell
-  attempt "$name" "$name.txt" "$estimate" bash -euc '
+  check "$name" "$estimate" bash -euc '
     python=$1 folder=$2 expected=$3; shift 3
     "$python" -m torch.distributed.run --standalone --nproc-per-node 2 train.py "$@" --dump_folder "$folder"
     for claim in $expected; do "$python" -m fsdp_symm.cli inspect "$folder/traces" --expect "$claim"; done
