@@ -9,6 +9,7 @@ gathered by one collective.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -113,7 +114,11 @@ def wrap_memory(pointer: int, nbytes: int, device: torch.device) -> tuple[torch.
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """``torch.cuda.current_stream`` without its checks, which cost more than the rest of a call (2.13-2.15)."""
-    stream_id, index, kind = torch._C._cuda_getCurrentStream(device.index)
+    return _stream(*torch._C._cuda_getCurrentStream(device.index))
+
+
+@functools.lru_cache(maxsize=256)  # an object owns no stream, it only names one
+def _stream(stream_id: int, index: int, kind: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)
 
 

@@ -10,7 +10,6 @@ Legend: W ranks, n elements of one rank's shard of a parameter.
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ class _Layout:
         nbytes: bytes of the slot.
         gathered_nbytes: bytes of all unsharded tensors.
         plan: the blocks of all peers.
+        what: the call, for its signature.
     """
 
     numels: tuple[int, ...]
@@ -56,17 +56,18 @@ class _Layout:
     nbytes: int
     gathered_nbytes: int
     plan: PullPlan
-
-    @functools.cached_property
-    def kinds(self) -> str:
-        """The types that travel, for the call's signature."""
-        return ", ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in self.dtypes))
+    what: str
 
     @staticmethod
     def of(
-        numels: Sequence[int], dtypes: Sequence[torch.dtype], counts: Sequence[int], rows: Sequence[int], group: Any
+        numels: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        counts: Sequence[int],
+        rows: Sequence[int],
+        group: Any,
+        module: str,
     ) -> _Layout:
-        """Lay out inputs for a process group."""
+        """Lay out the inputs of a module for a process group."""
         rank, world_size = group.rank(), group.size()
         nbytes = [n * d.itemsize for n, d in zip(numels, dtypes, strict=True)]
         offsets, total = shard_offsets(nbytes), packed_nbytes(nbytes)
@@ -77,7 +78,11 @@ class _Layout:
                 blocks.append(Block(peer, source, index, peer * width, width, count, world_size * width))
         plan = PullPlan(blocks, rank=rank, world_size=world_size)
         gathered = sum(nbytes) * world_size
-        return _Layout(tuple(numels), tuple(dtypes), tuple(counts), tuple(rows), tuple(offsets), total, gathered, plan)
+        kinds = ", ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
+        what = f"unshard of {module!r}, {total} bytes of shards {kinds}"
+        return _Layout(
+            tuple(numels), tuple(dtypes), tuple(counts), tuple(rows), tuple(offsets), total, gathered, plan, what
+        )
 
     def in_slot(self, slot: int, device: torch.device) -> list[torch.Tensor]:
         """The shards' places in the slot at this address."""
@@ -153,23 +158,21 @@ class DirectUnshard:
                 return self._plain(reason)
             if layout.nbytes == 0:
                 return self._plain("it has no bytes")
-            slot, lease = arena.acquire_lease("unshard", layout.nbytes, owner=self._group.label)
+            slot, lease = arena.reserve("unshard", layout.nbytes, owner=self._group.label)
             with arena.peers_told():
                 targets = self._take(layout, streams[0])
                 self._copy_in(layout, slot, targets, inputs)
+        on_gpu = arena.device.type != "cpu"
         with _on(streams[1]), self._range(arena, layout):
-            if streams[1] != streams[0] and arena.device.type != "cpu":
+            if on_gpu and streams[1] != streams[0]:
                 streams[1].wait_stream(streams[0])
-            work = wire_of(arena).pull(
-                lease,
-                arena.next_epoch(lease),
-                layout.plan,
-                targets,
-                what=f"unshard of {self._group.label!r}, {layout.nbytes} bytes of shards {layout.kinds}",
-                async_op=async_op,
+            done = wire_of(arena).pull(
+                lease, arena.next_epoch(lease), layout.plan, targets, what=layout.what, async_op=async_op
             )
-            event = None if arena.device.type == "cpu" else streams[1].record_event()
-        return event, work
+            if isinstance(done, torch.cuda.Event):
+                return done, None
+            captured = on_gpu and done is None
+            return streams[1].record_event() if captured else None, done
 
     def _layout(
         self, arena: SymmMemArena, inputs: list[torch.Tensor], dtypes: list[torch.dtype], counts: list[int]
@@ -180,9 +183,9 @@ class DirectUnshard:
         if layout is None or layout.numels != numels or layout.dtypes != tuple(dtypes):
             per_param = compat_unshard.row_counts(self._group)
             rows = [r for r, count in zip(per_param, counts, strict=True) for _ in range(count)]
-            layout = _Layout.of(numels, dtypes, counts, rows, arena.group)
+            layout = _Layout.of(numels, dtypes, counts, rows, arena.group, self._group.label)
             self._refuse_other_outputs(layout)
-            self._forget_copies(arena.device)
+            self._forget_copies()
             self._layouts[key] = layout
         return layout
 
@@ -214,25 +217,23 @@ class DirectUnshard:
             world_size = layout.plan.world_size
             return compat_unshard.allocate_outputs(self._group, layout.numels, layout.dtypes, layout.counts, world_size)
 
-    def _copy_in(
-        self, layout: _Layout, slot: torch.Tensor, targets: list[torch.Tensor], inputs: list[torch.Tensor]
-    ) -> None:
-        """Cast and copy this rank's shards into the slot, for the peers, and to their own place."""
+    def _copy_in(self, layout: _Layout, slot: int, targets: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        """Cast and copy this rank's shards into the slot at this address, for the peers, and to their own place."""
         addresses = [t.data_ptr() for t in targets]
-        key = (id(layout), slot.data_ptr(), *addresses)
+        key = (id(layout), slot, *addresses)
         copy_in = self._copies.get(key)
         if copy_in is None:
             if len(self._copies) >= _MAX_COPIES:
-                self._forget_copies(slot.device)
+                self._forget_copies()
+            device = targets[0].device
             with torch.inference_mode(False):  # neither that mode nor version counters may be in the way later
-                shards = layout.in_slot(slot.data_ptr(), slot.device)
-                copy_in = CopyIn(shards, layout.in_place(addresses, slot.device))
+                copy_in = CopyIn(layout.in_slot(slot, device), layout.in_place(addresses, device))
             self._copies[key] = copy_in
         copy_in.run(inputs)
 
-    def _forget_copies(self, device: torch.device) -> None:
-        if device.type == "cuda" and self._copies:
-            torch.cuda.synchronize(device)  # kernels may still read their tables; rare
+    def _forget_copies(self) -> None:
+        if self._group.device.type == "cuda" and self._copies:
+            torch.cuda.synchronize(self._group.device)  # kernels may still read their tables; rare
         self._copies.clear()
 
     @property

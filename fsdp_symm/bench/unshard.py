@@ -101,9 +101,8 @@ class Direct:
         self._wire = wire_of(arena)
         self._copies: dict[int, CopyIn] = {}  # by address of the slot
 
-    def copy_in(self, slot: torch.Tensor) -> None:
-        """Cast this rank's shards into the slot, for the peers, and to their own places."""
-        address = slot.data_ptr()
+    def copy_in(self, address: int) -> None:
+        """Cast this rank's shards into the slot there, for the peers, and to their own places."""
         if address not in self._copies:
             shards = self._shards.views(address, self._shards.offsets, self._world.device)
             self._copies[address] = CopyIn(shards, self._parameters.own)
@@ -111,12 +110,11 @@ class Direct:
 
     def run(self, *, whole: bool) -> None:
         """The next slot, the copy-in if ``whole``, and the pull."""
-        slot, lease = self._arena.acquire_lease("unshard", self._shards.slot_nbytes, owner="bench")
+        slot, lease = self._arena.reserve("unshard", self._shards.slot_nbytes, owner="bench")
         if whole:
             self.copy_in(slot)
         epoch, targets = self._arena.next_epoch(lease), self._parameters.targets
         self._wire.pull(lease, epoch, self._plan, targets, what="bench: direct placement", async_op=False)
-        del slot
 
     def poison_peers(self) -> None:
         """Wrong parameters, but for this rank's own shards, which an exchange does not touch."""
@@ -126,7 +124,7 @@ class Direct:
     def ways(self) -> list[Way]:
         """The whole, and the exchange alone from slots that are filled here, which is the placing."""
         for _ in range(_SLOTS):
-            self.copy_in(self._arena.acquire("unshard", self._shards.slot_nbytes, owner="bench"))
+            self.copy_in(self._arena.reserve("unshard", self._shards.slot_nbytes, owner="bench")[0])
         exchange = partial(self.run, whole=False)
         return [
             self._parameters.way(DIRECT, partial(self.run, whole=True)),

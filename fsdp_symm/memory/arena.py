@@ -7,10 +7,9 @@ allocator: those only decide whether a slot's turn comes too early, which is an 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +38,10 @@ def _segment(
     return kind(group, data_bytes, slots, timeout_s, device)
 
 
+def _nothing() -> None:
+    """Of a slot without a tensor."""
+
+
 @dataclass
 class Lease:
     """A slot in use.
@@ -49,6 +52,7 @@ class Lease:
         offset, nbytes: where the tensor lies among the arena's bytes.
         owner: the module that asked.
         sequence: the call's number in its ring.
+        alive: ``None`` when called once no tensor lies over the slot any more.
         epoch: number of the collective that used it, ``None`` while there was none.
     """
 
@@ -59,7 +63,7 @@ class Lease:
     nbytes: int
     owner: str
     sequence: int
-    alive: Callable[[], object | None]
+    alive: Callable[[], object | None] = _nothing
     epoch: int | None = None
 
 
@@ -105,6 +109,20 @@ def _device_of(backend: str, device: torch.device | None) -> torch.device:
             )
         )
     return device
+
+
+class PeersTold:
+    """A block whose error the peers hear of, see :meth:`SymmMemArena.peers_told`. A class, since it is entered in every
+    call, and one made by contextlib costs four times as much."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._segment.fail(told(error))
 
 
 class SymmMemArena:
@@ -219,14 +237,33 @@ class SymmMemArena:
             SlotShortageError: the slot's turn has come while it is in use; the same on every rank.
             SymmMemTimeoutError, SymmMemPeerError: a peer has not read the slot.
         """
+        lease = self._next(role, nbytes, owner)
+        return self._tensor(lease), lease
+
+    def _next(self, role: Lane, nbytes: int, owner: str) -> Lease:
         if (reason := self.why_not(role, nbytes)) is not None:
             raise SymmMemError(f"{role} buffer of {owner!r}: {reason}")
         self.segment.check_health(f"{role} buffer of {owner!r}")
         with self._lock:
             sequence = self._handed_out[role]
-            answer = self._hand_out(role, nbytes, owner, sequence)
+            lease = self._hand_out(role, nbytes, owner, sequence)
             self._handed_out[role] = sequence + 1
-            return answer
+            return lease
+
+    def _tensor(self, lease: Lease) -> torch.Tensor:
+        tensor, lease.alive = self.segment.lease(lease.offset, lease.nbytes)
+        return tensor
+
+    def reserve(self, role: Lane, nbytes: int, *, owner: str = "") -> tuple[int, Lease]:
+        """:meth:`acquire_lease` for those who need no tensor: the address of the bytes in this process.
+
+        The slot is in use by nothing but the collective that it is reserved for.
+
+        Raises:
+            SymmMemError, SymmMemTimeoutError, SymmMemPeerError: as :meth:`acquire_lease`.
+        """
+        lease = self._next(role, nbytes, owner)
+        return self.segment.address(lease.offset), lease
 
     def renew(self, lease: Lease, nbytes: int) -> tuple[torch.Tensor, Lease]:
         """The slot of ``lease`` once more, for the next part of the same buffer: the ring's turn does not move on.
@@ -237,29 +274,24 @@ class SymmMemArena:
         if (reason := self.why_not(lease.role, nbytes)) is not None:
             raise SymmMemError(f"{lease.role} buffer of {lease.owner!r}: {reason}")
         with self._lock:
-            return self._hand_out(lease.role, nbytes, lease.owner, lease.sequence)
+            again = self._hand_out(lease.role, nbytes, lease.owner, lease.sequence)
+        return self._tensor(again), again
 
-    @contextlib.contextmanager
-    def peers_told(self) -> Iterator[None]:
+    def peers_told(self) -> PeersTold:
         """Tell peers of an error between a slot and its call (out of memory, Ctrl-C): none may wait for this rank."""
-        try:
-            yield
-        except BaseException as error:
-            self.segment.fail(told(error))
-            raise
+        return PeersTold(self.segment)
 
-    def _hand_out(self, role: Lane, nbytes: int, owner: str, sequence: int) -> tuple[torch.Tensor, Lease]:
+    def _hand_out(self, role: Lane, nbytes: int, owner: str, sequence: int) -> Lease:
         ring = self._rings[role]
         slot = sequence % ring.slots
         start, first = self._starts[role]
         with self.peers_told():  # of a timeout too
             self._retire(role, first + slot, owner)
         offset = start + slot * ring.slot_bytes
-        tensor, alive = self.segment.lease(offset, nbytes)
-        lease = Lease(role, slot, first + slot, offset, nbytes, owner, sequence, alive)
+        lease = Lease(role, slot, first + slot, offset, nbytes, owner, sequence)
         self._leases[first + slot] = lease
         self.segment.acquired(first + slot)
-        return tensor, lease
+        return lease
 
     def _retire(self, role: Lane, index: int, owner: str) -> None:
         last = self._leases[index]

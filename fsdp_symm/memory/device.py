@@ -89,6 +89,9 @@ class DeviceSegment(abc.ABC):
         self._data_bytes = data_bytes
         self.nbytes = self._control_at + control_nbytes(len(self.ranks), num_slots)
         self._uses: dict[int, _LastUse] = {}
+        self._calls: dict[
+            int, tuple[torch.cuda.Stream, torch.cuda.Event]
+        ] = {}  # of our own wire, by slot: the last one
         self._alive: dict[int, Callable[[], object | None]] = {}  # by offset: does a tensor still lie there?
         self._closed = False
         self._reading = threading.Lock()
@@ -165,6 +168,10 @@ class DeviceSegment(abc.ABC):
         self._alive[offset] = alive
         return tensor, alive
 
+    def address(self, offset: int) -> int:
+        """See :class:`fsdp_symm.memory.segment.Segment`."""
+        return self._pointer + offset
+
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """See :class:`fsdp_symm.memory.segment.Segment`."""
         offset = compat.address(tensor) - self._pointer
@@ -211,11 +218,19 @@ class DeviceSegment(abc.ABC):
             use.event.record(compat.current_stream(self.device))
             use.after = use.event
 
-    def pulled(self, index: int, after: torch.cuda.Event | None) -> None:
-        """Note that peers read the slot by our own wire, and the event that ends the local part of the call, which has
-        none while a graph is captured."""
+    def order_call(self, index: int, stream: torch.cuda.Stream) -> None:
+        """Order a call of our own wire after the last one on the slot: they wait for the same words."""
+        last = self._calls.get(index)
+        if last is not None and last[0] != stream and not compat.is_capturing():
+            stream.wait_event(last[1])
+
+    def pulled(self, index: int, end: tuple[torch.cuda.Stream, torch.cuda.Event] | None) -> None:
+        """Note that peers read the slot by our own wire, and where the local part of the call ends, which is nowhere
+        while a graph is captured."""
         use = self._uses[index]
-        use.after, use.pulled = after, True
+        use.pulled = True
+        if end is not None:
+            self._calls[index], use.after = end, end[1]
 
     def before_reuse(self, last: SlotUse, call: str) -> None:
         """Order the current stream after the slot's last use.
@@ -230,11 +245,11 @@ class DeviceSegment(abc.ABC):
             return
         current = compat.current_stream(self.device)
         capturing = compat.is_capturing()
-        if use.after is not None and not capturing:
+        shards = use.pulled and last.role == "unshard"  # only peers read them
+        if use.after is not None and not capturing and not shards:
             current.wait_event(use.after)
         if use.pulled and self.flags is not None:
             self.flags.await_readers(last.index, current.cuda_stream)
-        shards = use.pulled and last.role == "unshard"  # they have no later readers
         if current != use.stream and not shards and not capturing:
             current.wait_stream(use.stream)
             current.wait_stream(torch.cuda.default_stream(self.device))

@@ -191,6 +191,10 @@ class HostSegment:
         window = (ctypes.c_uint8 * nbytes).from_buffer(self._own.map, self.data_at + offset)
         return torch.frombuffer(window, dtype=torch.uint8), weakref.ref(window)
 
+    def address(self, offset: int) -> int:
+        """Where the own data byte ``offset`` lies in this process."""
+        return self._base + offset
+
     def data(self, peer: int, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes of the segment of group rank ``peer``, as ``uint8 [nbytes]``."""
         return self._mappings[peer].bytes.narrow(0, self.data_at + offset, nbytes)

@@ -42,6 +42,10 @@ class Segment(Protocol):
         """A fresh ``uint8 [nbytes]`` over the slots' bytes, and a call that is ``None`` once its storage is gone."""
         ...
 
+    def address(self, offset: int) -> int:
+        """Where this rank's slots' byte ``offset`` lies in this process."""
+        ...
+
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where the tensor starts among the slots' bytes, or ``None`` if it lies elsewhere."""
         ...

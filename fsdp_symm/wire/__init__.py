@@ -68,8 +68,13 @@ class Wire(Protocol):
         *,
         what: str,
         async_op: bool,
-    ) -> dist.Work | None:
-        """Publish this rank's slot and fetch the plan's blocks from the peers' slots into ``targets``."""
+    ) -> dist.Work | torch.cuda.Event | None:
+        """Publish this rank's slot and fetch the plan's blocks from the peers' slots into ``targets``.
+
+        Returns:
+            What ends with the call: a host's work, or an event of this rank's GPU. ``None``: it has ended already, or
+            is part of a CUDA graph that is being captured.
+        """
         ...
 
     def close(self) -> None:

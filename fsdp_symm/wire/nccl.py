@@ -117,7 +117,7 @@ class NcclWire:
         *,
         what: str,
         async_op: bool,
-    ) -> dist.Work | None:
+    ) -> torch.cuda.Event | None:
         """See :meth:`CopyEngineWire.pull`.
 
         Raises:

@@ -5,8 +5,8 @@ pulled. The sum is the same for every piece size and on every run: ``x_0 + x_1 +
 for fp64), scaled and rounded once at the end, exactly as :func:`fsdp_symm.wire.reduce.reduce_chunks` does on CPU ranks.
 An output in fp32 takes inputs in bf16 or fp16 too, and equals what inputs cast to fp32 would give: half the bytes.
 
-All of it is one replayed graph. Only the output's address changes from call to call, since it becomes the parameters'
-gradients; the kernels read it from a word that the stream writes first.
+All of it is one replayed graph, but not where ranks share a GPU. Only the output's address changes from call to call,
+since it becomes the parameters' gradients; the kernels read it from a word that the stream writes first.
 
 Legend: W ranks, C elements of a rank's chunk, P elements of a piece.
 """
@@ -95,7 +95,8 @@ class PullReduce:
         arithmetic = PieceSum.of(op, input_.dtype, output.dtype, self._segment.rank, len(self._peers))
         aligned = output.data_ptr() % 16 == 0
         job = _Job(input_.data_ptr(), lease.index, lease.offset, chunk, piece, arithmetic, aligned, buffers)
-        self._replays.run(job, lambda where: self._pull_and_sum(job, where), stream)
+        graphed = not self._segment.shares_gpu
+        self._replays.run(job, lambda where: self._pull_and_sum(job, where), stream, graphed=graphed)
 
     def _buffers_for(self, piece_bytes: int) -> tuple[int, ...]:
         """Addresses of staging buffers ``[W - 1, piece_bytes]``: those there are, unless a piece is larger."""

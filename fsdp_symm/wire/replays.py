@@ -1,7 +1,8 @@
-"""Calls that come again are captured once as a graph and replayed: a graph of any size costs the host 3 microseconds.
+"""Calls that come again are captured once as a graph and replayed: a graph of any size costs the host little.
 
 A call is captured when it is seen for the second time, so that calls with addresses that never come back cost no
-graph. While the user captures a graph of their own, calls are enqueued into that one.
+graph. Calls that are better enqueued anew keep the C arrays of their copies. While the user captures a graph of their
+own, calls are enqueued into that one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fsdp_symm.memory.cuda_driver import Copies, CudaDriver, FlatCopy, PitchedCo
 
 # Layers x slots x places of unsharded parameters; a graph takes some tens of KiB.
 _MAX_GRAPHS = 4096
-_MAX_SEEN = 1024
+_MAX_SEEN = 4096
 # Copies of a graph that depend on nothing but its start run side by side: the engines of a GPU then hide the 5 to 7
 # microseconds that lie between one copy and the next. Measured over NVLink and on one GPU.
 BRANCHES = 4
@@ -41,16 +42,14 @@ class Replays:
     Args:
         driver: of this machine.
         device: the wire's GPU.
-        graphs: whether calls are captured at all, or enqueued anew every time.
     """
 
-    def __init__(self, driver: CudaDriver, device: torch.device, *, graphs: bool = True) -> None:
+    def __init__(self, driver: CudaDriver, device: torch.device) -> None:
         self._driver = driver
         self._device = device
-        self._use_graphs = graphs
-        self._kept: dict[Hashable, list[Copies]] = {}  # of calls that are enqueued anew
+        self._kept: dict[Hashable, list[Copies]] = {}  # of calls that are enqueued
         self._graphs: dict[Hashable, int] = {}
-        self._seen: dict[Hashable, None] = {}  # keys seen once, oldest first
+        self._seen: dict[Hashable, None] = {}  # keys of calls that were enqueued, oldest first
         self._building = torch.cuda.Stream(device)
         self._branches = [torch.cuda.Stream(device) for _ in range(BRANCHES - 1)]
 
@@ -58,18 +57,21 @@ class Replays:
         """Whether a call with this key was run before, as far as is remembered."""
         return key in self._graphs or key in self._seen
 
-    def run(self, key: Hashable, enqueue: Callable[[Enqueueing], None], stream: torch.cuda.Stream) -> None:
+    def run(
+        self, key: Hashable, enqueue: Callable[[Enqueueing], None], stream: torch.cuda.Stream, *, graphed: bool
+    ) -> None:
         """Enqueue a call on ``stream``.
 
         Args:
             key: equal exactly for calls that enqueue the same work on the same addresses.
             enqueue: puts the work on the stream it is given, and on streams forked from it and joined again.
+            graphed: whether it becomes a graph when it comes again; always the same for a key.
         """
         if compat.is_capturing():
             enqueue(Enqueueing(stream, stream.cuda_stream, True))
             return
-        graph = self._graphs.get(key)
-        if not self._use_graphs or (graph is None and key not in self._seen):
+        graph = self._graphs.get(key) if graphed else None
+        if not graphed or (graph is None and key not in self._seen):
             self._seen[key] = None
             if len(self._seen) > _MAX_SEEN:
                 self._kept.pop(oldest := next(iter(self._seen)), None)
@@ -82,6 +84,7 @@ class Replays:
             building = Enqueueing(self._building, self._building.cuda_stream, True)
             graph = self._driver.capture(building.handle, lambda: enqueue(building))
             self._graphs[key] = graph
+            self._kept.pop(key, None)
         self._driver.launch(graph, stream.cuda_stream)
 
     def kept_copies(self, key: Hashable, make: Callable[[int], list[Copies]], where: Enqueueing) -> Sequence[Copies]:
@@ -96,9 +99,7 @@ class Replays:
             return make(BRANCHES)
         copies = self._kept.get(key)
         if copies is None:
-            copies = make(1)
-            if not self._use_graphs:
-                self._kept[key] = copies
+            copies = self._kept[key] = make(1)
         return copies
 
     def copy(self, copies: Sequence[Copies], where: Enqueueing) -> None:
@@ -123,6 +124,7 @@ class Replays:
     def close(self) -> None:
         """Free all graphs, once none is running, and forget the kept copies."""
         self._kept.clear()
+        self._seen.clear()
         graphs = list(self._graphs.values())
         self._graphs.clear()
         if graphs:

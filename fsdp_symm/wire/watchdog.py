@@ -120,7 +120,8 @@ class Watchdog:
         """Watch a call until its event is reached."""
         self._start()
         self._calls.append(call)
-        self._wake.set()
+        if not self._wake.is_set():
+            self._wake.set()
 
     def add_captured(self, segment: DeviceSegment, slot: int, what: str) -> None:
         """Watch a slot that is used inside a CUDA graph, until its segment is closed."""

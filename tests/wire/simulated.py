@@ -149,6 +149,7 @@ class SimulatedSegment(DeviceSegment):
         self.peers = tuple(m.data_ptr() for m in memories)
         self._pointer, self._data_bytes = self.peers[rank], data_bytes
         self._uses: dict[int, _LastUse] = {}
+        self._calls = {}
         self._alive = {}
         self.flags = StreamFlags(self.driver, [p + data_bytes for p in self.peers], rank, NUM_SLOTS)
         self.notices = None

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemError
 from fsdp_symm.memory.stream_flags import control_nbytes, first_words
-from fsdp_symm.wire import pull_reduce, replays
+from fsdp_symm.wire import copy_engine, pull_reduce, replays
 from fsdp_symm.wire.pulls import Block, PullPlan
 from fsdp_symm.wire.reduce import reduce_chunks
 from fsdp_symm.wire.replays import Enqueueing, Replays
@@ -27,12 +27,17 @@ from tests.wire.simulated import NUM_SLOTS, FakeStream, Rank, SimulatedSegment, 
 SLOT = 4096
 
 
-@pytest.mark.parametrize("shares_gpu", [False, True])
+@pytest.mark.parametrize(
+    ("shares_gpu", "batched_blocks", "graphed"), [(False, 0, True), (False, 2, False), (True, 0, False)]
+)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_pulls_are_right_when_slots_come_again_and_calls_are_replayed(
-    monkeypatch: Any, world_size: int, shares_gpu: bool
+    monkeypatch: Any, world_size: int, shares_gpu: bool, batched_blocks: int, graphed: bool
 ) -> None:
+    """Graphs are for many blocks, and never for ranks that share a GPU: the driver would give small copies of a graph
+    to kernels."""
     install(monkeypatch)
+    monkeypatch.setattr(copy_engine, "_BATCHED_BLOCKS", batched_blocks)
 
     def program(segment: SimulatedSegment) -> None:
         rank = segment.rank
@@ -57,11 +62,11 @@ def test_pulls_are_right_when_slots_come_again_and_calls_are_replayed(
                 assert view[:, peer].eq(expected).all(), f"call {call}, from rank {peer}"
             if rng.random() < 0.05:
                 time.sleep(rng.random() * 0.002)
-        if shares_gpu:
-            assert segment.driver.launches == 0, "the driver would give small copies of a graph to kernels"
-            assert len(segment.driver.distinct) < 40, "C arrays are made once a call that comes again"
-        else:
+        if graphed:
             assert segment.driver.launches > 190, "nearly every call is one replay"
+        else:
+            assert segment.driver.launches == 0
+            assert len(segment.driver.distinct) < 40, "C arrays are made once a call that comes again"
 
     run(world_size, 2 * SLOT, program, shares_gpu=shares_gpu)
 
@@ -206,6 +211,7 @@ def test_targets_without_room_are_refused_before_any_peer_hears_of_the_call(monk
 
 def test_closing_frees_every_graph(monkeypatch: Any) -> None:
     install(monkeypatch)
+    monkeypatch.setattr(copy_engine, "_BATCHED_BLOCKS", 0)
 
     def program(segment: SimulatedSegment) -> None:
         ranks, peer = Rank(segment, "unshard", 2, SLOT), 1 - segment.rank
@@ -247,16 +253,19 @@ def test_a_call_is_captured_when_it_comes_again_and_never_when_it_does_not(monke
     stream: Any = FakeStream()
     cache, enqueued = Replays(driver, torch.device("cpu")), []
     for once in range(100):
-        cache.run(("once", once), enqueued.append, stream)
+        cache.run(("once", once), enqueued.append, stream, graphed=True)
     assert (driver.captured, len(enqueued)) == (0, 100)
     assert enqueued[0] == Enqueueing(stream, stream.cuda_stream, False)
     for _ in range(5):
-        cache.run("again", enqueued.append, stream)
+        cache.run("again", enqueued.append, stream, graphed=True)
     assert (driver.captured, driver.launched) == (1, 4)
     assert enqueued[-1].capturing
     assert enqueued[-1].stream is not stream, "captured on a stream of its own"
     for key in ("b", "b", "c", "c"):
-        cache.run(key, enqueued.append, stream)
+        cache.run(key, enqueued.append, stream, graphed=True)
     assert driver.forgotten == [1, 2], "a full cache starts anew"
+    for _ in range(3):
+        cache.run("never", enqueued.append, stream, graphed=False)
+    assert (driver.captured, enqueued[-1].capturing) == (3, False)
     cache.close()
     assert driver.forgotten == [1, 2, 3]
