@@ -3,18 +3,20 @@
 #
 #     profiles/gpu_checks.sh FOLDER [SECONDS [NAME...]]
 #
-# With names, only these checks. For each of them FOLDER gets NAME.txt with what it printed when all was well, else NAME.log; training runs leave their
-# traces in NAME/traces. A check that has its NAME.txt is left out, so that a second run goes on where the first one
-# ended. With SECONDS, none is started that would probably not end in time. The last lines are one for each check; the
-# exit status is 1 if one failed or was not started. PYTHON names the interpreter (default python3), whose fsdp_symm is
-# checked; with pytest, hypothesis and torchtitan. DRY_RUN=1 prints the commands instead.
+# With names, only these checks. For each of them FOLDER gets NAME.txt with what it printed when all was well, else
+# NAME.log; training runs leave their traces in NAME/traces. A check that has its NAME.txt is left out, so that a second
+# run goes on where the first one ended. With SECONDS, none is started that would probably not end in time. The last
+# lines are one for each check; the exit status is 1 if one failed or was not started. PYTHON names the interpreter
+# (default python3), whose fsdp_symm is checked; with pytest, hypothesis and torchtitan. DRY_RUN=1 prints the commands
+# instead.
 #
 # NCCL 2.30 or newer, under MPS.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/bench_lib.sh"
 need "usage: profiles/gpu_checks.sh FOLDER [SECONDS [NAME...]]" "${1:-}" "${2:-0}"
 wanted=("${@:3}")
-known=(experts copy_engine train_debug_dense_gpu_w2 train_debug_moe_gpu_w2 random nccl narrow parity)
+known=(experts copy_engine train_debug_dense_gpu_w2 train_debug_moe_gpu_w2 train_debug_moe_gpu_w4 random nccl narrow
+  parity)
 for name in "${wanted[@]}"; do
   [[ " ${known[*]} " == *" $name "* ]] && continue
   echo "gpu_checks.sh: found no check $name, expected some of: ${known[*]}" >&2
@@ -23,6 +25,7 @@ done
 prepare "$1" "${2:-0}"
 share_gpus
 export FSDP_SYMM_TEST_DEVICE=cuda
+export FSDP_SYMM_RANDOM_MODELS_4=10  # 500 random steps in all
 names=()
 
 # check NAME ESTIMATE COMMAND...: one that is wanted.
@@ -39,29 +42,36 @@ tests() {
   check "$name" "$estimate" "$python" -m pytest -q -rs -p no:cacheprovider "$@"
 }
 
-# trains CONFIG ESTIMATE EXPECTED ARGUMENT...: a training run of two ranks whose trace must show what is expected.
+# trains CONFIG RANKS ESTIMATE EXPECTED ARGUMENT...: a training run whose trace must show what is expected.
 trains() {
-  local name=train_$1_w2 estimate=$2 expected=$3 config=configs/$1.toml
-  shift 3
+  local name=train_$1_w$2 ranks=$2 estimate=$3 expected=$4 config=configs/$1.toml
+  shift 4
   # shellcheck disable=SC2016 # expanded by the inner shell
   check "$name" "$estimate" bash -euc '
-    python=$1 folder=$2 expected=$3; shift 3
-    "$python" -m torch.distributed.run --standalone --nproc-per-node 2 train.py "$@" --dump_folder "$folder"
+    python=$1 ranks=$2 folder=$3 expected=$4; shift 4
+    "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" train.py "$@" --dump_folder "$folder"
     for claim in $expected; do "$python" -m fsdp_symm.cli inspect "$folder/traces" --expect "$claim"; done
     echo "shown: $expected"
-  ' trains "$python" "$out/$name" "$expected" --config "$config" "$@"
+  ' trains "$python" "$ranks" "$out/$name" "$expected" --config "$config" "$@"
+}
+
+# trains_experts RANKS ESTIMATE: padded rows, with room for all that could come, so that nothing is read on the host.
+trains_experts() {
+  trains debug_moe_gpu "$1" "$2" "copy-engine:all_gather copy-engine:dispatch,combine" \
+    --parallelism.expert_parallel_degree "$1" --expert_parallel.implementation copy_engine \
+    --expert_parallel.overflow drop --expert_parallel.recv_capacity_factor "$1"
 }
 
 # Seconds are estimates on one H200, imports included.
-tests experts 200 tests/gpu/test_experts.py
-tests copy_engine 200 tests/gpu/test_copy_engine.py
-trains debug_dense_gpu 70 copy-engine:all_gather
-trains debug_moe_gpu 80 "copy-engine:all_gather copy-engine:dispatch,combine" \
-  --expert_parallel.implementation copy_engine
+tests experts 250 tests/gpu/test_experts.py
+tests copy_engine 130 tests/gpu/test_copy_engine.py
+trains debug_dense_gpu 2 30 copy-engine:all_gather
+trains_experts 2 40
+trains_experts 4 60
 tests random 150 tests/test_random.py
-tests nccl 120 tests/gpu/test_nccl.py
-tests narrow 60 tests/test_narrow.py
-tests parity 400 tests/test_parity.py
+tests nccl 60 tests/gpu/test_nccl.py
+tests narrow 40 tests/test_narrow.py
+tests parity 300 tests/test_parity.py
 
 [ "${DRY_RUN:-}" = 1 ] && exit
 for name in "${names[@]}"; do

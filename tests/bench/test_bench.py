@@ -230,9 +230,9 @@ def test_a_dry_run_of_the_gpu_script_starts_and_writes_nothing(tmp_path: Path) -
     assert len(done.stdout.splitlines()) == 10
 
 
-@pytest.mark.parametrize("script", ["gpu_run.sh", "gpu_checks.sh"])
-def test_the_gpu_scripts_say_how_they_are_called(tmp_path: Path, script: str) -> None:
-    usage = f"usage: profiles/{script} FOLDER [SECONDS]"
+@pytest.mark.parametrize(("script", "more"), [("gpu_run.sh", ""), ("gpu_checks.sh", " [NAME...]")])
+def test_the_gpu_scripts_say_how_they_are_called(tmp_path: Path, script: str, more: str) -> None:
+    usage = f"usage: profiles/{script} FOLDER [SECONDS{more}]"
     for words, text in (
         ([], usage),
         (["--help"], usage),
@@ -288,10 +288,10 @@ def test_the_gpu_checks_run_every_gpu_test_and_training(tmp_path: Path) -> None:
     assert files >= {*ROOT.glob("tests/gpu/test_*.py"), ROOT / "tests/test_parity.py", ROOT / "tests/test_random.py"}
     runs = [call for call in calls if " train.py --config " in call]
     configs = [word for call in runs for word in call.split() if word.endswith(".toml")]
-    assert configs == ["configs/debug_dense_gpu.toml", "configs/debug_moe_gpu.toml"]
+    assert configs == ["configs/debug_dense_gpu.toml", *["configs/debug_moe_gpu.toml"] * 2]
     assert all((ROOT / config).is_file() for config in configs)
     claims = [call.split("--expect ")[1] for call in calls if "--expect" in call]
-    assert claims == ["copy-engine:all_gather", "copy-engine:all_gather", "copy-engine:dispatch,combine"]
+    assert claims == ["copy-engine:all_gather", *["copy-engine:all_gather", "copy-engine:dispatch,combine"] * 2]
     rows = printed[len(printed) // 2 :]
     assert len(rows) == len(calls) - len(claims), "one line a check"
     assert rows[0] == "experts: 9 passed"
@@ -308,15 +308,23 @@ def test_the_gpu_checks_name_what_failed_and_what_did_not_run(tmp_path: Path) ->
     assert printed[-1] == "parity: 9 passed"
     fresh = tmp_path / "fresh"
     fresh.mkdir()
-    printed, status, calls = _gpu_checks(fresh, "100")
+    printed, status, calls = _gpu_checks(fresh, "70")
     assert status == 1
-    assert "experts: not started, about 200 s are needed and 100 s are left" in printed
+    assert "experts: not started, about 250 s are needed and 70 s are left" in printed
     assert "experts: NOT RUN" in printed
-    assert len(calls) == 3 + 2 + 1, "two training runs with three claims, and one short test"
+    assert len(calls) == 3 + 5 + 2, "three training runs with five claims, and two short tests"
+
+
+def test_the_gpu_checks_run_what_is_named(tmp_path: Path) -> None:
+    printed, status, calls = _gpu_checks(tmp_path, "0", "nccl", "narrow")
+    assert (printed[2:], status, len(calls)) == (["nccl: 9 passed", "narrow: 9 passed"], 0, 2)
+    done, calls = _gpu_run(tmp_path, "0", "nccl", "nccI", script="gpu_checks.sh", python=CHECKED)
+    assert (done.returncode, calls) == (2, [])
+    assert done.stderr.startswith("gpu_checks.sh: found no check nccI, expected some of: experts copy_engine ")
 
 
 def test_a_dry_run_of_the_gpu_checks_starts_and_writes_nothing(tmp_path: Path) -> None:
     printed, status, calls = _gpu_checks(tmp_path, DRY_RUN="1")
     assert (status, calls) == (0, [])
     assert not (tmp_path / "out").exists()
-    assert printed[0].startswith("experts, about 200 s (200 s so far): timeout -k 45 400 ")
+    assert printed[0].startswith("experts, about 250 s (250 s so far): timeout -k 45 500 ")
