@@ -1,17 +1,21 @@
 # What the scripts that run benchmarks share; to be sourced by one of them:
 #
 #     need USAGE FOLDER NUMBER...  ends the script with its usage if these are no folder and no whole numbers
+#     choose STEPS NAME...         which attempts of the function STEPS are wanted; without names, all
 #     prepare FOLDER SECONDS       where everything goes, how long all of it may take (0: no limit)
 #     share_gpus                   several ranks on one GPU: MPS, NCCL's permission
 #     show_environment             for a dry run: what every command is started with
 #     attempt NAME PRODUCT ESTIMATE COMMAND...
 #     bench NAME RANKS ESTIMATE ARGUMENT...
+#     train RANKS ESTIMATE CONFIG VARIANTS ARGUMENT...
 #
 # PYTHON names the interpreter (default python3), whose fsdp_symm is run. With DRY_RUN=1 nothing is started or written:
 # the commands are printed, for machines without a GPU. `status` is 1 when something failed or was not started.
 
 python=${PYTHON:-python3}
 status=0
+listing=
+names=()
 
 need() {
   local usage=$1 number
@@ -20,6 +24,25 @@ need() {
   for number in "$@"; do
     case "$number" in '' | *[!0-9]*) echo "$usage; found $number, expected a whole number" >&2 && exit 2 ;; esac
   done
+}
+
+# choose STEPS NAME...: sets `names` to the names of all that is wanted, in the order of STEPS.
+choose() {
+  local steps=$1 name chosen=()
+  shift
+  listing=1
+  "$steps"
+  listing=
+  for name in "$@"; do
+    [[ " ${names[*]} " == *" $name "* ]] && continue
+    echo "${0##*/}: found no $name, expected some of: ${names[*]}" >&2
+    exit 2
+  done
+  [ $# -gt 0 ] || return 0
+  for name in "${names[@]}"; do
+    [[ " $* " != *" $name "* ]] || chosen+=("$name")
+  done
+  names=("${chosen[@]}")
 }
 
 # prepare FOLDER SECONDS: to be called in the folder that FOLDER may be relative to; ends in the repository.
@@ -66,6 +89,8 @@ show_environment() {
 attempt() {
   local name=$1 product=$2 estimate=$3 began=$SECONDS limit=$((2 * $3)) left
   shift 3
+  [ -z "$listing" ] || { names+=("$name") && return; }
+  [[ " ${names[*]} " == *" $name "* ]] || return 0
   [ -e "$out/$product" ] && return
   if [ "${DRY_RUN:-}" = 1 ]; then
     planned=$((planned + estimate))
@@ -103,4 +128,17 @@ bench() {
   shift 3
   attempt "$name" "$name.csv" "$estimate" "$python" -m fsdp_symm.cli bench "$@" \
     --csv "$out/$name.csv" --ranks "$ranks" --traces "$out/traces_w$ranks"
+}
+
+# train RANKS ESTIMATE CONFIG VARIANTS ARGUMENT...: one run of train.py for each variant, each with a time limit of its
+# own, its row in train_wRANKS.csv.
+train() {
+  local ranks=$1 estimate=$2 config=$3 variants=$4 variant name
+  shift 4
+  for variant in $variants; do
+    name=train_${config}_${variant/+/_}_w$ranks
+    attempt "$name" "$name.txt" "$estimate" "$python" -m fsdp_symm.cli bench train --csv "$out/train_w$ranks.csv" \
+      --config "configs/$config.toml" --ranks "$ranks" --variants "$variant" --limit $((2 * estimate - 20)) \
+      --traces "$out/traces_w$ranks" "$@"
+  done
 }

@@ -14,32 +14,16 @@
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/bench_lib.sh"
 need "usage: profiles/gpu_checks.sh FOLDER [SECONDS [NAME...]]" "${1:-}" "${2:-0}"
-wanted=("${@:3}")
-known=(experts copy_engine train_debug_dense_gpu_w2 train_debug_moe_gpu_w2 train_debug_moe_gpu_w4 random nccl narrow
-  parity)
-for name in "${wanted[@]}"; do
-  [[ " ${known[*]} " == *" $name "* ]] && continue
-  echo "gpu_checks.sh: found no check $name, expected some of: ${known[*]}" >&2
-  exit 2
-done
 prepare "$1" "${2:-0}"
 share_gpus
 export FSDP_SYMM_TEST_DEVICE=cuda
 export FSDP_SYMM_RANDOM_MODELS_4=10  # 500 random steps in all
-names=()
-
-# check NAME ESTIMATE COMMAND...: one that is wanted.
-check() {
-  [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" $1 "* ]] || return 0
-  names+=("$1")
-  attempt "$1" "$1.txt" "${@:2}"
-}
 
 # tests NAME ESTIMATE ARGUMENT...: pytest on files, with reasons for what it leaves out.
 tests() {
   local name=$1 estimate=$2
   shift 2
-  check "$name" "$estimate" "$python" -m pytest -q -rs -p no:cacheprovider "$@"
+  attempt "$name" "$name.txt" "$estimate" "$python" -m pytest -q -rs -p no:cacheprovider "$@"
 }
 
 # trains CONFIG RANKS ESTIMATE EXPECTED ARGUMENT...: a training run whose trace must show what is expected.
@@ -47,7 +31,7 @@ trains() {
   local name=train_$1_w$2 ranks=$2 estimate=$3 expected=$4 config=configs/$1.toml
   shift 4
   # shellcheck disable=SC2016 # expanded by the inner shell
-  check "$name" "$estimate" bash -euc '
+  attempt "$name" "$name.txt" "$estimate" bash -euc '
     python=$1 ranks=$2 folder=$3 expected=$4; shift 4
     "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" train.py "$@" --dump_folder "$folder"
     for claim in $expected; do "$python" -m fsdp_symm.cli inspect "$folder/traces" --expect "$claim"; done
@@ -63,16 +47,20 @@ trains_experts() {
 }
 
 # Seconds are estimates on one H200, imports included.
-tests experts 250 tests/gpu/test_experts.py
-tests copy_engine 130 tests/gpu/test_copy_engine.py
-trains debug_dense_gpu 2 30 copy-engine:all_gather
-trains_experts 2 40
-trains_experts 4 60
-tests random 150 tests/test_random.py
-tests nccl 60 tests/gpu/test_nccl.py
-tests narrow 40 tests/test_narrow.py
-tests parity 300 tests/test_parity.py
+checks() {
+  tests experts 250 tests/gpu/test_experts.py
+  tests copy_engine 130 tests/gpu/test_copy_engine.py
+  trains debug_dense_gpu 2 30 copy-engine:all_gather
+  trains_experts 2 40
+  trains_experts 4 60
+  tests random 150 tests/test_random.py
+  tests nccl 60 tests/gpu/test_nccl.py
+  tests narrow 40 tests/test_narrow.py
+  tests parity 300 tests/test_parity.py
+}
 
+choose checks "${@:3}"
+checks
 [ "${DRY_RUN:-}" = 1 ] && exit
 for name in "${names[@]}"; do
   if [ -e "$out/$name.txt" ]; then

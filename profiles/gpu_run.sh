@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # All GPU benchmarks on one GPU, most important first:
 #
-#     profiles/gpu_run.sh FOLDER [SECONDS]
+#     profiles/gpu_run.sh FOLDER [SECONDS [NAME...]]
 #
-# CSVs go to FOLDER, traces to FOLDER/traces_w2 and _w4, output to FOLDER/NAME.log; nothing else is written. A benchmark
+# With names, only these. CSVs go to FOLDER, traces to FOLDER/traces_w2 and _w4, output to FOLDER/NAME.log; nothing else is written. A benchmark
 # whose CSV is there already is left out, so that a second run goes on where the first one ended. With SECONDS, none is
 # started that would probably not end in time. PYTHON names the interpreter (default python3), whose fsdp_symm is run.
 # DRY_RUN=1 prints the commands instead.
@@ -11,7 +11,7 @@
 # Several ranks share the GPU (or spread over those that are visible): NCCL 2.30 or newer, under MPS.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/bench_lib.sh"
-need "usage: profiles/gpu_run.sh FOLDER [SECONDS]" "${1:-}" "${2:-0}"
+need "usage: profiles/gpu_run.sh FOLDER [SECONDS [NAME...]]" "${1:-}" "${2:-0}"
 prepare "$1" "${2:-0}"
 share_gpus
 
@@ -21,15 +21,28 @@ shared() {
   bench "$@"
 }
 
+# training RANKS ...: the same for train.py
+training() {
+  export NCCL_MAX_CTAS=$((32 / $1))
+  train "$@"
+}
+
 # Seconds are estimates on one H200, imports and profiles included.
-shared fsdp_step_w2 2 130 fsdp-step --widths 4096x4 --steps 10 --profiled-steps 5
-shared unshard_w2 2 60 unshard --mib 32,128
-shared experts_w2 2 130 experts --device cuda --experts 64x6,256x8 --tokens 4096 --hidden 2048
-shared fsdp_step_w4 4 150 fsdp-step --widths 4096x4 --steps 8 --profiled-steps 3
-shared unshard_w4 4 75 unshard --mib 32,64
-shared experts_w4 4 150 experts --device cuda --experts 64x6 --tokens 4096 --hidden 2048
-shared reduce_scatter_w2 2 70 reduce-scatter --mib 64,128 --pieces 4,8
-shared reduce_scatter_w4 4 80 reduce-scatter --mib 64 --pieces 4,8
-shared fsdp_step_d2048_w2 2 100 fsdp-step --widths 2048x4 --steps 10 --profiled-steps 5
-shared experts_more_w2 2 150 experts --device cuda --experts 8x2,128x8 --tokens 1024,4096 --hidden 4096
+benchmarks() {
+  shared fsdp_step_w2 2 130 fsdp-step --widths 4096x4 --steps 10 --profiled-steps 5
+  shared unshard_w2 2 60 unshard --mib 8,32,128,256
+  shared experts_w2 2 130 experts --device cuda --experts 64x6,256x8 --tokens 4096 --hidden 2048
+  shared fsdp_step_w4 4 150 fsdp-step --widths 4096x4 --steps 8 --profiled-steps 3
+  shared unshard_w4 4 75 unshard --mib 8,32,64
+  shared experts_w4 4 150 experts --device cuda --experts 64x6 --tokens 4096 --hidden 2048
+  training 2 40 debug_dense_gpu "symm plain native"
+  training 2 40 debug_moe_gpu "symm+copy_engine plain+torchtitan native+torchtitan"
+  shared reduce_scatter_w2 2 70 reduce-scatter --mib 64,128 --pieces 4,8
+  shared reduce_scatter_w4 4 80 reduce-scatter --mib 64 --pieces 4,8
+  shared fsdp_step_d2048_w2 2 100 fsdp-step --widths 2048x4 --steps 10 --profiled-steps 5
+  shared experts_more_w2 2 150 experts --device cuda --experts 8x2,128x8 --tokens 1024,4096 --hidden 4096
+}
+
+choose benchmarks "${@:3}"
+benchmarks
 exit $status

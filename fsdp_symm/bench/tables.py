@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fsdp_symm.bench import expert_tables, nvlink_tables, schema, way_tables
+from fsdp_symm.bench import expert_tables, nvlink_tables, schema, train_tables, way_tables
 from fsdp_symm.bench.schema import Row
 from fsdp_symm.errors import SymmMemConfigError
 
@@ -78,6 +78,10 @@ def _expert_costs(path: Path) -> str:
     return expert_tables.experts_costs_table(schema.read_lines(path))
 
 
+def _train(path: Path) -> str:
+    return train_tables.train_table(schema.read_lines(path))
+
+
 def _inspect(path: Path) -> str:
     return inspect_table(schema.read_lines(path))
 
@@ -98,6 +102,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "experts_w4": ("profiles/experts_w4.csv", _experts),
     "expert_costs_w2": ("profiles/experts_w2.csv", _expert_costs),
     "expert_costs_w4": ("profiles/experts_w4.csv", _expert_costs),
+    "train_w2": ("profiles/train_w2.csv", _train),
     "inspect": ("profiles/inspect.csv", _inspect),
     "nvlink": (nvlink_tables.FOLDER, nvlink_tables.section),
 }

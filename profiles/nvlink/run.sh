@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Benchmarks and training on the GPUs of one host, most important first:
 #
-#     profiles/nvlink/run.sh [--dry-run] FOLDER [SECONDS]
+#     profiles/nvlink/run.sh [--dry-run] FOLDER [SECONDS [NAME...]]
 #
-# One rank for every visible GPU. Into FOLDER go doctor_wN.txt and .json, a CSV for each benchmark, train_wN.csv with a
+# With names, only these. One rank for every visible GPU. Into FOLDER go doctor_wN.txt and .json, a CSV for each benchmark, train_wN.csv with a
 # row for each training run, a trace for each of them in traces_wN, and output in NAME.log. What is there already is left
 # out, so that a second run goes on where the first one ended: all of it takes half an hour by the estimates below, one
 # run at most SECONDS (default 540; 0: no limit). What would probably not end in time is not started. The exit status is 1
@@ -16,7 +16,7 @@
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../bench_lib.sh"
 
-usage="usage: profiles/nvlink/run.sh [--dry-run] FOLDER [SECONDS]"
+usage="usage: profiles/nvlink/run.sh [--dry-run] FOLDER [SECONDS [NAME...]]"
 if [ "${1:-}" = --dry-run ]; then
   DRY_RUN=1
   shift
@@ -47,36 +47,31 @@ show_environment
 torchrun=("$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks")
 w=w$ranks
 
-# train ESTIMATE CONFIG VARIANTS ARGUMENT...: one run of train.py for each variant, each with a time limit of its own.
-train() {
-  local estimate=$1 config=$2 variants=$3 variant name
-  shift 3
-  for variant in $variants; do
-    name=train_${config}_${variant/+/_}_$w
-    attempt "$name" "$name.txt" "$estimate" "$python" -m fsdp_symm.cli bench train --csv "$out/train_$w.csv" \
-      --config "configs/$config.toml" --ranks "$ranks" --variants "$variant" --limit $((2 * estimate - 20)) \
-      --traces "$out/traces_$w" "$@"
-  done
-}
-
 ep=(--override "parallelism.expert_parallel_degree=$ranks")
 cut=()
 [ -z "$layers" ] || cut=(--override "model.layers=$layers")
 
 # Seconds are estimates for two H200s, imports and profiles included.
-attempt "doctor_$w" "doctor_$w.txt" 30 "${torchrun[@]}" -m fsdp_symm.cli doctor
-bench "fsdp_step_$w" "$ranks" 100 fsdp-step --widths 4096x4 --tokens 2048 --steps 30 --profiled-steps 3
-bench "unshard_$w" "$ranks" 100 unshard --mib 8,32,64,128,256
-bench "reduce_scatter_$w" "$ranks" 70 reduce-scatter --mib 8,32,64,128,256
-bench "experts_$w" "$ranks" 70 experts --device cuda --experts 64x6 --tokens 4096 --hidden 2048
-train 60 debug_moe_gpu "symm+copy_engine plain+torchtitan symm+all_to_all native+torchtitan" "${ep[@]}"
-train 100 llama3_8b "symm plain native" "${cut[@]}"
-train 120 moe_16b "symm+copy_engine plain+torchtitan native+torchtitan" "${ep[@]}" "${cut[@]}"
-# three variants alive: four hold 93 GiB of masters and optimizer states on each of two ranks
-[ "$ranks" -gt "$gpus" ] || bench "fsdp_step_d8192_$w" "$ranks" 160 fsdp-step --widths 8192x3 --steps 10 --profiled-steps 3 --alive 3
-bench "experts_e256_$w" "$ranks" 90 experts --device cuda --experts 256x8 --tokens 4096 --hidden 2048
-train 50 debug_dense_gpu "symm plain native"
-attempt "doctor_json_$w" "doctor_$w.json" 30 "${torchrun[@]}" -m fsdp_symm.cli doctor --json
+everything() {
+  attempt "doctor_$w" "doctor_$w.txt" 20 "${torchrun[@]}" -m fsdp_symm.cli doctor
+  train "$ranks" 40 debug_moe_gpu "symm+copy_engine plain+torchtitan native+torchtitan" "${ep[@]}"
+  train "$ranks" 70 llama3_8b "symm plain native" "${cut[@]}"
+  train "$ranks" 90 moe_16b "symm+copy_engine plain+torchtitan native+torchtitan" "${ep[@]}" "${cut[@]}"
+  bench "unshard_$w" "$ranks" 50 unshard --mib 8,32,64,128,256
+  bench "experts_$w" "$ranks" 70 experts --device cuda --experts 64x6 --tokens 4096 --hidden 2048
+  bench "fsdp_step_$w" "$ranks" 100 fsdp-step --widths 4096x4 --tokens 2048 --steps 30 --profiled-steps 3
+  train "$ranks" 40 debug_dense_gpu "symm plain native"
+  bench "reduce_scatter_$w" "$ranks" 70 reduce-scatter --mib 8,32,64,128,256
+  # three variants alive: four hold 93 GiB of masters and optimizer states on each of two ranks
+  [ "$ranks" -gt "$gpus" ] ||
+    bench "fsdp_step_d8192_$w" "$ranks" 160 fsdp-step --widths 8192x3 --steps 10 --profiled-steps 3 --alive 3
+  bench "experts_e256_$w" "$ranks" 90 experts --device cuda --experts 256x8 --tokens 4096 --hidden 2048
+  train "$ranks" 40 debug_moe_gpu symm+all_to_all "${ep[@]}"
+  attempt "doctor_json_$w" "doctor_$w.json" 20 "${torchrun[@]}" -m fsdp_symm.cli doctor --json
+}
+
+choose everything "${@:3}"
+everything
 
 if [ "${DRY_RUN:-}" != 1 ]; then
   "$python" -m fsdp_symm.cli bench summary "$out" || status=1

@@ -204,8 +204,11 @@ def test_the_gpu_script_runs_what_the_commands_take(tmp_path: Path, capsys: pyte
     done, calls = _gpu_run(tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(ROOT.glob("profiles/*")) == before
-    names = [line.split(":")[0] for line in done.stdout.splitlines()]
-    assert names[:3] == ["fsdp_step_w2", "unshard_w2", "experts_w2"]
+    ran = [line.split(":")[0] for line in done.stdout.splitlines()]
+    assert ran[:3] == ["fsdp_step_w2", "unshard_w2", "experts_w2"]
+    names = [name for name in ran if not name.startswith("train_")]
+    assert len(ran) - len(names) == 6, "three variants of two models"
+    names.append("train_w2")
     assert {p.stem for p in (tmp_path / "out").glob("*.csv")} == set(names)
     csvs = {Path(path).stem for path, _ in tables.TABLES.values()}
     csvs -= {"host_vs_gloo", "inspect", "experts_cpu_w2", "nvlink"}
@@ -214,7 +217,7 @@ def test_the_gpu_script_runs_what_the_commands_take(tmp_path: Path, capsys: pyte
         ctas, shared, *arguments = call.split()
         assert (arguments[:2], shared) == (["-m", "fsdp_symm.cli"], "1")
         assert int(ctas) * int(arguments[arguments.index("--ranks") + 1]) == 32
-        if not torch.cuda.is_available():  # the arguments are good ones: only the GPU is missing
+        if arguments[3] != "train" and not torch.cuda.is_available():  # good arguments: only the GPU is missing
             assert main(arguments[2:]) == 2
             assert "found no GPU" in capsys.readouterr().err
 
@@ -227,12 +230,12 @@ def test_a_dry_run_of_the_gpu_script_starts_and_writes_nothing(tmp_path: Path) -
     assert (done.returncode, calls) == (0, [])
     assert not (tmp_path / "out").exists()
     assert done.stdout.splitlines()[0].startswith("fsdp_step_w2, about 130 s (130 s so far): timeout -k 45 260 ")
-    assert len(done.stdout.splitlines()) == 10
+    assert len(done.stdout.splitlines()) == 16
 
 
-@pytest.mark.parametrize(("script", "more"), [("gpu_run.sh", ""), ("gpu_checks.sh", " [NAME...]")])
-def test_the_gpu_scripts_say_how_they_are_called(tmp_path: Path, script: str, more: str) -> None:
-    usage = f"usage: profiles/{script} FOLDER [SECONDS{more}]"
+@pytest.mark.parametrize("script", ["gpu_run.sh", "gpu_checks.sh"])
+def test_the_gpu_scripts_say_how_they_are_called(tmp_path: Path, script: str) -> None:
+    usage = f"usage: profiles/{script} FOLDER [SECONDS [NAME...]]"
     for words, text in (
         ([], usage),
         (["--help"], usage),
@@ -262,7 +265,8 @@ def test_the_gpu_script_goes_on_and_says_what_is_missing(tmp_path: Path) -> None
     fresh.mkdir()
     done, calls = _gpu_run(fresh, "65")
     assert done.returncode == 1
-    assert ["unshard" in call for call in calls] == [True]  # the others would take longer
+    started = [call.split(" bench ")[1].split()[0] for call in calls]
+    assert started == ["unshard", *["train"] * 6]  # the others would take longer
     assert "fsdp_step_w2: not started, about 130 s are needed and 65 s are left" in done.stdout
 
 
@@ -320,7 +324,7 @@ def test_the_gpu_checks_run_what_is_named(tmp_path: Path) -> None:
     assert (printed[2:], status, len(calls)) == (["nccl: 9 passed", "narrow: 9 passed"], 0, 2)
     done, calls = _gpu_run(tmp_path, "0", "nccl", "nccI", script="gpu_checks.sh", python=CHECKED)
     assert (done.returncode, calls) == (2, [])
-    assert done.stderr.startswith("gpu_checks.sh: found no check nccI, expected some of: experts copy_engine ")
+    assert done.stderr.startswith("gpu_checks.sh: found no nccI, expected some of: experts copy_engine ")
 
 
 def test_a_dry_run_of_the_gpu_checks_starts_and_writes_nothing(tmp_path: Path) -> None:

@@ -180,16 +180,16 @@ def test_the_script_runs_everything_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(call[:4] == [*OFF, "|"] for call in calls), "multicast is off, and nothing else is set"
     names = [line.split(":")[0] for line in done.stdout.splitlines()[:-1]]
-    assert names[:5] == [f"{name}_w2" for name in ("doctor", "fsdp_step", "unshard", "reduce_scatter", "experts")]
     trained = [name for name in names if name.startswith("train_")]
-    more = ["fsdp_step_d8192_w2", "experts_e256_w2"]
-    assert names == [*names[:5], *trained[:10], *more, *trained[10:], "doctor_json_w2"]
+    benches = ["unshard", "experts", "fsdp_step", "reduce_scatter", "fsdp_step_d8192", "experts_e256"]
+    assert [n for n in names if n not in trained] == [f"{n}_w2" for n in ("doctor", *benches, "doctor_json")]
+    assert names[1:10] == trained[:9], "real-size models before benchmarks"
     models = list(dict.fromkeys(name.split("_")[1] + name.split("_")[2] for name in trained))
     assert models == ["debugmoe", "llama38b", "moe16b", "debugdense"]
     for model in ("debug_dense_gpu", "debug_moe_gpu", "llama3_8b", "moe_16b"):
         switches = {name.removeprefix(f"train_{model}_").split("_")[0] for name in trained if model in name}
         assert switches == {"symm", "plain", "native"}
-    csvs = {f"{name}.csv" for name in [*names[1:5], *more, "train_w2"]}
+    csvs = {f"{name}_w2.csv" for name in [*benches, "train"]}
     assert _products(tmp_path / "out") == csvs | {"doctor_w2.txt", "doctor_w2.json"} | {f"{n}.txt" for n in trained}
     assert "doctor --json" in (tmp_path / "out/doctor_w2.json").read_text()
     kinds = {nvlink_tables._NAME.fullmatch(Path(name).stem) for name in csvs}
@@ -245,11 +245,22 @@ def test_the_script_goes_on_after_a_failure_and_within_its_time(tmp_path: Path) 
     done, calls = _run(fresh, str(fresh / "out"), "55")
     assert done.returncode == 1
     assert "fsdp_step_w2: not started, about 100 s are needed and " in done.stdout
-    assert {name for call in calls for name in call if name in ("doctor", "configs/debug_dense_gpu.toml")} == {
+    assert {
+        name for call in calls for name in call if name in ("doctor", "unshard", "configs/debug_dense_gpu.toml")
+    } == {
         "doctor",
+        "unshard",
         "configs/debug_dense_gpu.toml",
     }
-    assert not any("unshard" in call or "configs/llama3_8b.toml" in call for call in calls)
+    assert not any("experts" in call or "configs/llama3_8b.toml" in call for call in calls)
+
+    named = tmp_path / "named"
+    named.mkdir()
+    done, calls = _run(named, str(named / "out"), "0", "train_moe_16b_plain_torchtitan_w2", "doctor_w2")
+    assert (done.returncode, len(calls)) == (0, 3), "these two, and the table"
+    done, calls = _run(named, str(named / "out"), "0", "doctor")
+    assert (done.returncode, calls) == (2, [])
+    assert done.stderr.startswith("run.sh: found no doctor, expected some of: doctor_w2 train_debug_moe_gpu_symm_")
 
 
 def test_ranks_that_share_gpus_are_told_so(tmp_path: Path) -> None:
@@ -287,7 +298,7 @@ def test_a_dry_run_prints_the_commands_and_starts_none(words: list[str], tmp_pat
 
 
 BAD = {
-    "nothing": ([], {}, "usage: profiles/nvlink/run.sh [--dry-run] FOLDER [SECONDS]"),
+    "nothing": ([], {}, "usage: profiles/nvlink/run.sh [--dry-run] FOLDER [SECONDS [NAME...]]"),
     "option": (["--dry"], {}, "usage: profiles/nvlink/run.sh"),
     "seconds": (["out", "ten"], {}, "found ten, expected a whole number"),
     "ranks": (["out"], {"RANKS": "two"}, "found two, expected a whole number"),
