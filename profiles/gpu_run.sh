@@ -40,7 +40,7 @@ benchmarks() {
   shared reduce_scatter_w2 2 70 reduce-scatter --mib 64,128 --pieces 4,8
   shared reduce_scatter_w4 4 80 reduce-scatter --mib 64 --pieces 4,8
   shared fsdp_step_d2048_w2 2 100 fsdp-step --widths 2048x4 --steps 10 --profiled-steps 5
-  shared experts_more_w2 2 150 experts --device cuda --experts 8x2,128x8 --tokens 1024,4096 --hidden 4096
+  shared experts_more_w2 2 150 experts --device cuda --experts 8x2,128x8 --tokens 1024,8192 --hidden 7168
 }
 
 choose benchmarks "${@:3}"

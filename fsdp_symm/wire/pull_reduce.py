@@ -14,7 +14,7 @@ Legend: W ranks, C elements of a rank's chunk, P elements of a piece.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,6 +45,14 @@ def piece_bytes(chunk_bytes: int, world_size: int) -> int:
     return min(chunk_bytes, -(-min(wanted, most) // 4096) * 4096)
 
 
+class _Piece(NamedTuple):
+    """Bytes ``[start, start + nbytes)`` of a chunk, which go to the staging buffer at ``rows``."""
+
+    start: int
+    nbytes: int
+    rows: int
+
+
 @dataclass(frozen=True)
 class _Job:
     """All that a graph depends on.
@@ -66,6 +74,14 @@ class _Job:
     arithmetic: PieceSum
     aligned: bool
     buffers: tuple[int, ...]
+
+    @property
+    def pieces(self) -> list[_Piece]:
+        """In order."""
+        return [
+            _Piece(start, min(self.piece_bytes, self.chunk_bytes - start), self.buffers[index % _BUFFERS])
+            for index, start in enumerate(range(0, self.chunk_bytes, self.piece_bytes))
+        ]
 
 
 class PullReduce:
@@ -131,27 +147,27 @@ class PullReduce:
         self._flags.await_data(job.slot, where.handle)
         pulls.wait_event(stream.record_event())
         own = job.input + self._segment.rank * job.chunk_bytes
+        copies = self._replays.kept_copies(job, lambda _: [self._copies(job, piece) for piece in job.pieces], where)
         summed: list[Any] = []
-        for index, start in enumerate(range(0, job.chunk_bytes, job.piece_bytes)):
-            nbytes = min(job.piece_bytes, job.chunk_bytes - start)
-            rows = job.buffers[index % _BUFFERS]
-            if index >= _BUFFERS:
-                pulls.wait_event(summed[index - _BUFFERS])
-            copies = self._piece_copies(rows, start, nbytes, job.offset, job.chunk_bytes)
-            self._segment.driver.copy(copies, pulls.cuda_stream, capturing=where.capturing)
-            stream.wait_event(pulls.record_event())
-            with torch.cuda.stream(stream):
-                job.arithmetic.launch(self._output, own + start, rows, start, nbytes, job.aligned)
-            summed.append(stream.record_event())
+        with torch.cuda.stream(stream):
+            for index, (piece, from_peers) in enumerate(zip(job.pieces, copies, strict=True)):
+                if index >= _BUFFERS:
+                    pulls.wait_event(summed[index - _BUFFERS])
+                self._segment.driver.copy(from_peers, pulls.cuda_stream, capturing=where.capturing)
+                stream.wait_event(pulls.record_event())
+                start = piece.start
+                job.arithmetic.launch(self._output, own + start, piece.rows, start, piece.nbytes, job.aligned)
+                summed.append(stream.record_event())
         self._flags.finish(job.slot, pulls.cuda_stream, capturing=where.capturing)
         stream.wait_event(pulls.record_event())
 
-    def _piece_copies(self, rows: int, start: int, nbytes: int, offset: int, chunk_bytes: int) -> Copies:
+    def _copies(self, job: _Job, piece: _Piece) -> Copies:
         """One piece from every peer, peers in rotated order; row r is the r-th rank's but for our own."""
         rank, world_size = self._segment.rank, len(self._peers)
+        source = job.offset + rank * job.chunk_bytes + piece.start
         flat = []
         for step in range(1, world_size):
             peer = (rank + step) % world_size
             row = peer - (peer > rank)
-            flat.append((rows + row * nbytes, self._peers[peer] + offset + rank * chunk_bytes + start, nbytes))
+            flat.append((piece.rows + row * piece.nbytes, self._peers[peer] + source, piece.nbytes))
         return Copies(flat)
