@@ -256,7 +256,8 @@ def _interrupted_while_writing(write: int) -> int:
 @pytest.mark.parametrize("write", [1, 2])
 def test_a_signal_while_a_rank_takes_its_place_loses_no_count(ranks2: Ranks, write: int) -> None:
     before = ranks2.run(_interrupted_while_writing, write)
-    assert ranks2.run(_interrupted_while_writing, write) == before, "nothing is left open"
+    after = ranks2.run(_interrupted_while_writing, write)
+    assert all(now <= then for now, then in zip(after, before, strict=True)), f"left open: {before}, then {after}"
 
 
 def _gave_up() -> tuple[str, float]:
