@@ -30,9 +30,7 @@ class Routing(NamedTuple):
 
     Attributes:
         home, table: see :class:`fsdp_symm.experts.exchange.Prepared`.
-        counts, source, slots: see :class:`fsdp_symm.experts.routing.Arrangement`.
-        total: int64 ``[1]``, expert-major rows that this rank needed, padding included, before any drop.
-        dropped: int64 ``[1]``, routes to this rank's experts that were dropped.
+        counts, source, slots, total, dropped: see :class:`fsdp_symm.experts.routing.Arrangement`.
     """
 
     home: torch.Tensor
@@ -149,10 +147,16 @@ class EpContext:
             num_local=self.num_local,
             alignment=alignment,
             capacity=capacity,
+            wanted=self._wanted(prepared.table, prepared.ids.device),
         )
-        first = prepared.table.shape[1] - 1 - self.config.num_experts + self.first_expert
-        total, dropped = routing.needs(prepared.table, laid, first=first, num_local=self.num_local, alignment=alignment)
-        return Routing(prepared.home, prepared.table, laid.counts, laid.source, laid.slots, total, dropped)
+        return Routing(prepared.home, prepared.table, *laid)
+
+    def _wanted(self, table: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """For every rank its routes to each of this rank's experts; one sum over the ranks where the table is on the
+        host."""
+        first = table.shape[1] - 1 - self.config.num_experts + self.first_expert
+        wanted = table[:, first : first + self.num_local]
+        return wanted if wanted.device == device else wanted.sum(0, keepdim=True).to(device)
 
     def _check_token_count(self, num_tokens: int) -> None:
         """Under ``"drop"`` nobody reads the table, so the one who brings too many tokens has to speak up.
@@ -195,11 +199,16 @@ def _without_spare_room(prepared: Prepared, rows: int) -> Prepared:
     Shapes then follow from the batch alone: a recomputation finds those of its forward, though buffers may have grown
     in between. What no rank needs does not travel either.
     """
-    ranks, width = prepared.home.shape[1], prepared.ids.shape[1]
-    blocks = prepared.ids.view(ranks, -1, width)
-    room = blocks.shape[1]
-    home = torch.where(prepared.home >= 0, prepared.home // room * rows + prepared.home % room, -1)
-    return Prepared(home, prepared.table, blocks[:, :rows].reshape(ranks * rows, width))
+    home, table, ids = prepared
+    ranks, width = home.shape[1], ids.shape[1]
+    room = ids.shape[0] // ranks
+    spare = room - rows
+    if spare == 0:
+        return prepared
+    # Rows for rank r move up by r times what is spare; -1 would go below -1, or stay.
+    shift = torch.arange(0, ranks * spare, spare, device=home.device)
+    cut = ids.view(ranks, room, width)[:, :rows].reshape(ranks * rows, width)
+    return Prepared((home - shift).clamp_(min=-1), table, cut)
 
 
 class _Facts:
@@ -250,15 +259,19 @@ class _Facts:
             SymmMemError: some rank's capacity is too small and the policy is ``"raise"``.
         """
         local = self._context.num_local
-        needs = []
-        for first in range(0, self._context.config.num_experts, local):
-            sums = [sum(counts[e] for counts in self._experts) for e in range(first, first + local)]
-            needs.append(sum(-(-n // alignment) * alignment for n in sums))
-        mine = needs[self._context.first_expert // local]
+        routes = [sum(counts) for counts in zip(*self._experts, strict=True)]  # to each expert
+
+        def needed(first: int) -> int:
+            return sum(-(-n // alignment) * alignment for n in routes[first : first + local])
+
+        mine = needed(self._context.first_expert)
         if capacity is None:
             return mine
-        if self._context.config.overflow == "raise" and max(needs) > capacity:
-            rank = max(range(len(needs)), key=needs.__getitem__)
+        if self._context.config.overflow != "raise":
+            return max(capacity, mine)
+        needs = [needed(first) for first in range(0, self._context.config.num_experts, local)]
+        rank = max(range(len(needs)), key=needs.__getitem__)
+        if needs[rank] > capacity:
             raise SymmMemError(
                 problem(
                     "ep_prepare: a rank receives more rows than recv_capacity_per_rank",
@@ -267,7 +280,7 @@ class _Facts:
                     fix="raise recv_capacity_per_rank, leave it out, or choose overflow='grow' or 'drop'",
                 )
             )
-        return max(capacity, mine)
+        return capacity
 
 
 def _make_exchange(group: dist.ProcessGroup, config: EpConfig, transport: str) -> Exchange:

@@ -12,7 +12,7 @@ peers fetch from. Legend as in :mod:`fsdp_symm.experts.routing`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,36 +21,16 @@ from fsdp_symm import compat
 from fsdp_symm.experts import routing, symmetric
 from fsdp_symm.experts.config import EpConfig, refuse
 from fsdp_symm.experts.exchange import Layout, PartSpec, Prepared, Traffic
+from fsdp_symm.experts.recipe import PART_ALIGNMENT_BYTES, Part, Recipe, empty
 from fsdp_symm.experts.registry import TokenExchangeEP
 from fsdp_symm.memory.arena import Lease, SymmMemArena
 from fsdp_symm.plan import Lane, Ring
 from fsdp_symm.wire import wire_of
-from fsdp_symm.wire.pulls import Block, PullPlan
+from fsdp_symm.wire.pulls import PullPlan
 
 _SLOTS = 2  # a slot is free at the end of its call; with two, the next call need not wait for slow readers
-_PART_ALIGNMENT_BYTES = 256  # copy engines are fastest on whole lines
 _RECIPES = 256  # kept; more only come up where the number of rows changes all the time
 _FIRST_ROOM = 64  # rows, where the number of tokens is not known beforehand and buffers grow
-
-
-class _Part(NamedTuple):
-    """One kind of data in a call, and where its rows lie."""
-
-    spec: PartSpec
-    layout: Layout
-
-    @property
-    def row_bytes(self) -> int:
-        return self.spec.width * self.spec.dtype.itemsize
-
-
-class _Move(NamedTuple):
-    """Rows ``[source, source + rows)`` of a rank's slot go to ``[target, ...)`` of the one who fetches."""
-
-    peer: int
-    source: int
-    target: int
-    rows: int
 
 
 class WireExchange:
@@ -82,7 +62,7 @@ class WireExchange:
         self._num_ranks, self._rank = group.size(), group.rank()
         self._packed = exact or config.rows_per_peer is not None
         self._room = config.rows_per_peer or config.max_tokens_per_rank or _FIRST_ROOM
-        self._recipes: dict[object, _Recipe] = {}
+        self._recipes: dict[object, Recipe] = {}
         self._bytes_moved = 0
         self._waited_s = 0.0  # in arenas that were given back
         self.arena = self._make_arena()
@@ -91,7 +71,7 @@ class WireExchange:
         config, room = self._config, self._room
         ids, weights = config.num_topk * 4, config.num_topk * 4
         row = config.hidden_dim * config.payload_dtype.itemsize + weights
-        gaps = 3 * _PART_ALIGNMENT_BYTES
+        gaps = 3 * PART_ALIGNMENT_BYTES
         table = (self._num_ranks + config.num_experts + 1) * 8
         outgoing = room * (self._num_ranks if self._packed else 1)
         rings = [
@@ -126,15 +106,15 @@ class WireExchange:
         mine = found.facts
         layout = Layout.padded(self._num_ranks, self._rank, self._room, by_token=not self._packed)
         parts = [
-            _Part(PartSpec(ids.shape[1], torch.int32, ids.device), layout),
-            _Part(PartSpec(mine.numel(), torch.int64, ids.device), self._broadcast),
+            Part(PartSpec(ids.shape[1], torch.int32, ids.device), layout),
+            Part(PartSpec(mine.numel(), torch.int64, ids.device), self._broadcast),
         ]
+        sources = [found.narrowed, mine.unsqueeze(0)]
 
-        def write(buffers: list[torch.Tensor]) -> None:
-            _place(found.narrowed, found.home, layout, buffers[0], fill=-1)
-            buffers[1].copy_(mine.unsqueeze(0))
+        def fill(recipe: Recipe, slot: torch.Tensor) -> list[torch.Tensor]:
+            return recipe.place(slot, sources, found.home, mark_missing=True)
 
-        received, table = self._call("dispatch", "expert ids", parts, write)
+        received, table = self._call("dispatch", "expert ids", parts, fill)
         if not self.exact:
             return Prepared(found.home, table, received)
         table = table.cpu()
@@ -159,15 +139,14 @@ class WireExchange:
         """Rows in the slot, or tokens in symmetric memory of their own, fetched by the ranks that need them."""
         in_place = self._in_place(parts[0], layout)
         staged = list(parts if in_place is None else parts[1:])
-        pieces = [_Part(PartSpec(p.shape[1], p.dtype, p.device), layout) for p in staged]
+        pieces = [Part(PartSpec(p.shape[1], p.dtype, p.device), layout) for p in staged]
 
-        def write(buffers: list[torch.Tensor]) -> None:
-            for part, buffer in zip(staged, buffers, strict=True):
-                _place(part, home, layout, buffer)
+        def fill(recipe: Recipe, slot: torch.Tensor) -> list[torch.Tensor]:
+            return recipe.place(slot, staged, home, mark_missing=False)
 
         # Zero-copy or not is part of the call's signature: ranks that disagree hear of it instead of waiting.
         how = "staged tokens" if in_place is None else "tokens in place"
-        answers = self._call("dispatch", how, pieces, write)
+        answers = self._call("dispatch", how, pieces, fill)
         if in_place is None:
             return answers
         return [self._fetch_in_place(parts[0], layout, *in_place), *answers]
@@ -176,7 +155,8 @@ class WireExchange:
         self, specs: Sequence[PartSpec], write: Callable[[list[torch.Tensor]], None], layout: Layout
     ) -> list[torch.Tensor]:
         """Answers are written straight into the slot, and fetched by the tokens' ranks."""
-        return self._call("combine", "answers", [_Part(spec, layout) for spec in specs], write)
+        parts = [Part(spec, layout) for spec in specs]
+        return self._call("combine", "answers", parts, lambda recipe, slot: recipe.write(slot, write))
 
     def resize(self, max_tokens: int) -> None:
         """Another arena with more room. Collective."""
@@ -214,8 +194,8 @@ class WireExchange:
         return found if same_group and layout.sent[0] * _row_bytes(tokens) <= lease.nbytes else None
 
     def _fetch_in_place(self, tokens: torch.Tensor, layout: Layout, arena: SymmMemArena, lease: Lease) -> torch.Tensor:
-        part = _Part(PartSpec(tokens.shape[1], tokens.dtype, tokens.device), layout)
-        target = _empty(part, sum(layout.received))
+        part = Part(PartSpec(tokens.shape[1], tokens.dtype, tokens.device), layout)
+        target = empty(part, sum(layout.received))
         target.narrow(0, layout.first_received(self._rank, self._rank), tokens.shape[0]).copy_(tokens)
         what = f"ep dispatch: tokens in place, {tokens.shape[1]} x {tokens.dtype}"
         plan = self._recipe("dispatch", "tokens in place", (part,)).plan
@@ -231,23 +211,23 @@ class WireExchange:
         return Layout.padded(self._num_ranks, self._rank, 1, by_token=True)
 
     def _call(
-        self, lane: Lane, content: str, parts: list[_Part], write: Callable[[list[torch.Tensor]], None]
+        self, lane: Lane, content: str, parts: list[Part], fill: Callable[[Recipe, torch.Tensor], list[torch.Tensor]]
     ) -> list[torch.Tensor]:
         with self.arena.peers_told():
             recipe = self._recipe(lane, content, tuple(parts))
             slot, lease = self.arena.acquire_lease(lane, recipe.nbytes, owner=recipe.what)
-            targets = recipe.fill(slot, write)
+            targets = fill(recipe, slot)
         self._pull(lane, self.arena, lease, recipe.plan, targets, recipe.what)
         return targets
 
-    def _recipe(self, lane: Lane, content: str, parts: tuple[_Part, ...]) -> _Recipe:
+    def _recipe(self, lane: Lane, content: str, parts: tuple[Part, ...]) -> Recipe:
         key = (lane, content, parts)
         recipe = self._recipes.get(key)
         if recipe is None:
             kinds = ", ".join(f"{p.spec.width} x {str(p.spec.dtype).removeprefix('torch.')}" for p in parts)
             how = "exact" if self.exact else "packed" if self._packed else "by token"
             what = f"ep {lane}: {content}, rows of {kinds or 'nothing'}, {how}, room for {self._room}"
-            recipe = _Recipe(lane, what, parts, self._rank, self._num_ranks)
+            recipe = Recipe(lane, what, parts, self._rank, self._num_ranks)
             if not self.exact:  # exact sizes hardly ever come again
                 if len(self._recipes) >= _RECIPES:
                     self._recipes.clear()
@@ -278,42 +258,6 @@ class WireExchange:
             wire.pull(lease, arena.next_epoch(lease), plan, targets, what=what, async_op=False)
 
 
-class _Recipe:
-    """All of a call that depends on its sizes alone.
-
-    Args:
-        lane, what: the call, for errors and traces.
-        parts: what travels.
-        rank, num_ranks: r, R.
-
-    Attributes:
-        nbytes: bytes of the slot; a rank without rows takes part too.
-        plan: what this rank fetches.
-    """
-
-    def __init__(self, lane: Lane, what: str, parts: tuple[_Part, ...], rank: int, num_ranks: int) -> None:
-        self.what = what
-        self._parts = parts
-        self._offsets, nbytes = _offsets(lane, parts, rank)
-        self.nbytes = max(nbytes, 1)
-        self._rows = [_slot_rows(lane, part.layout, rank) for part in parts]
-        self._targets = [sum(part.layout.received if lane == "dispatch" else part.layout.sent) for part in parts]
-        self._own = [_move(lane, part.layout, rank) for part in parts]
-        self.plan = PullPlan(_blocks(lane, parts, rank, num_ranks), rank=rank, world_size=num_ranks)
-
-    def fill(self, slot: torch.Tensor, write: Callable[[list[torch.Tensor]], None]) -> list[torch.Tensor]:
-        """Let ``write`` fill this rank's rows in the slot, and copy its own share of them into fresh targets."""
-        buffers = [
-            slot.narrow(0, offset, rows * part.row_bytes).view(part.spec.dtype).view(rows, part.spec.width)
-            for part, offset, rows in zip(self._parts, self._offsets, self._rows, strict=True)
-        ]
-        targets = [_empty(part, rows) for part, rows in zip(self._parts, self._targets, strict=True)]
-        write(buffers)
-        for own, buffer, target in zip(self._own, buffers, targets, strict=True):
-            target.narrow(0, own.target, own.rows).copy_(buffer.narrow(0, own.source, own.rows))
-        return targets
-
-
 class CopyEngineEP(TokenExchangeEP):
     """``"copy_engine"``: padded rows over this package's wire. Nothing is read on the host where
     ``recv_capacity_per_rank`` is set and ``overflow`` is ``"drop"``."""
@@ -327,60 +271,5 @@ class CopyEngineExactEP(TokenExchangeEP):
     transport: ClassVar[str] = "copy_engine_exact"
 
 
-def _empty(part: _Part, rows: int) -> torch.Tensor:
-    return torch.empty((rows, part.spec.width), dtype=part.spec.dtype, device=part.spec.device)
-
-
 def _row_bytes(tensor: torch.Tensor) -> int:
     return tensor.shape[1] * tensor.element_size()
-
-
-def _slot_rows(lane: Lane, layout: Layout, owner: int) -> int:
-    """Rows of a part in the slot of ``owner``."""
-    if lane == "combine":
-        return sum(sizes[owner] for sizes in layout.sizes)
-    return layout.sizes[owner][0] if layout.by_token else sum(layout.sizes[owner])
-
-
-def _blocks(lane: Lane, parts: tuple[_Part, ...], rank: int, num_ranks: int) -> list[Block]:
-    """What ``rank`` fetches from its peers' slots."""
-    blocks = []
-    for peer in (p for p in range(num_ranks) if p != rank):
-        offsets, _ = _offsets(lane, parts, peer)
-        for index, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
-            move, row = _move(lane, part.layout, peer), part.row_bytes
-            blocks.append(Block(peer, offset + move.source * row, index, move.target * row, move.rows * row))
-    return blocks
-
-
-def _offsets(lane: Lane, parts: tuple[_Part, ...], owner: int) -> tuple[list[int], int]:
-    """Where the parts start in the slot of ``owner``, and where the last one ends."""
-    offsets, end = [], 0
-    for part in parts:
-        start = -(-end // _PART_ALIGNMENT_BYTES) * _PART_ALIGNMENT_BYTES
-        offsets.append(start)
-        end = start + _slot_rows(lane, part.layout, owner) * part.row_bytes
-    return offsets, end
-
-
-def _move(lane: Lane, layout: Layout, peer: int) -> _Move:
-    """What this rank fetches from the slot of ``peer`` (itself too), in rows."""
-    me = layout.rank
-    if lane == "combine":
-        return _Move(peer, layout.first_received(me, peer), layout.first_sent(me, peer), layout.sizes[me][peer])
-    source = 0 if layout.by_token else layout.first_sent(peer, me)
-    return _Move(peer, source, layout.first_received(peer, me), layout.sizes[peer][me])
-
-
-def _place(
-    part: torch.Tensor, home: torch.Tensor, layout: Layout, buffer: torch.Tensor, *, fill: int | None = None
-) -> None:
-    """``[T, W]`` into the slot's rows; rows without a token get ``fill``, or anything where there is none."""
-    if layout.by_token:
-        rows = min(part.shape[0], buffer.shape[0])  # more tokens than room: the overflow policy will see to it
-        buffer[:rows].copy_(part[:rows])
-        if fill is not None:
-            buffer[rows:].fill_(fill)
-    else:
-        index = routing.tokens_of(home, buffer.shape[0])
-        routing.gather_rows(part, index, fill=fill or 0, out=buffer)

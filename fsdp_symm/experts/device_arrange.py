@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 
 from fsdp_symm.experts.routing import Arrangement
+from fsdp_symm.wire.kernel_launch import launch
+from fsdp_symm.wire.kernel_types import ceil_div
 
 _BLOCK = 128  # routes, and rows, that one program places
 _CHUNK = 32  # experts, or routes, that a block is compared with at a time
@@ -108,24 +110,54 @@ def _turns(
     return turn
 
 
+@triton.jit
+def _store_needs(
+    wanted,  # noqa: ANN001 - int [SENDERS, L], routes to each expert
+    kept,  # noqa: ANN001 - routes that got a row
+    total,  # noqa: ANN001 - int64 [1]
+    dropped,  # noqa: ANN001 - int64 [1]
+    sender_stride,  # noqa: ANN001
+    SENDERS: tl.constexpr,
+    LOCAL: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    rows = tl.zeros((CHUNK,), dtype=tl.int64)
+    routes = tl.zeros((CHUNK,), dtype=tl.int64)
+    for start in range(0, LOCAL, CHUNK):
+        expert = start + tl.arange(0, CHUNK)
+        real = tl.zeros((CHUNK,), dtype=tl.int64)
+        for sender in range(SENDERS):
+            real += tl.load(wanted + sender * sender_stride + expert, mask=expert < LOCAL, other=0).to(tl.int64)
+        rows += (real + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+        routes += real
+    tl.store(total, tl.sum(rows))
+    tl.store(dropped, tl.sum(routes) - kept)
+
+
 @triton.jit(do_not_specialize=["num_routes", "num_rows", "first_expert", "blocks"])
 def _place_kernel(
     ids,  # noqa: ANN001 - int [N, K]
     work,  # noqa: ANN001 - as above
     slots,  # noqa: ANN001 - int64 [N, K]
     source,  # noqa: ANN001 - int64 [M]
-    counts,  # noqa: ANN001 - int64 [L + 1]: rows of each expert, and routes that got one
+    counts,  # noqa: ANN001 - int64 [L]
+    wanted,  # noqa: ANN001 - int [SENDERS, L], routes to each expert
+    total,  # noqa: ANN001 - int64 [1]
+    dropped,  # noqa: ANN001 - int64 [1]
     num_routes,  # noqa: ANN001
     num_rows,  # noqa: ANN001 - M
     row_stride,  # noqa: ANN001
     k_stride,  # noqa: ANN001
     first_expert,  # noqa: ANN001
     blocks,  # noqa: ANN001
+    sender_stride,  # noqa: ANN001
     K: tl.constexpr,
     LOCAL: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    SENDERS: tl.constexpr,
 ) -> None:
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)  # routes, and then rows
@@ -149,32 +181,12 @@ def _place_kernel(
         kept += tl.sum(tl.minimum(room, real))
         tl.store(counts + expert, room.to(tl.int64), mask=expert < tl.where(block == 0, LOCAL, 0))
         end += tl.sum(padded)
-    tl.store(counts + LOCAL, kept.to(tl.int64), mask=block == 0)
+    if block == 0:
+        _store_needs(wanted, kept, total, dropped, sender_stride, SENDERS, LOCAL, ALIGNMENT, CHUNK)
     row = tl.where(mine & (row < num_rows), row, -1)
     tl.store(slots + at, row.to(tl.int64), mask=at < num_routes)
     tl.store(source + row, at.to(tl.int64), mask=row >= 0)
     tl.store(source + at, tl.full((BLOCK,), -1, tl.int64), mask=(at < num_rows) & (taken == 0))
-
-
-@triton.jit
-def _needs_kernel(
-    table,  # noqa: ANN001 - int64 [SENDERS, L], routes to each expert
-    kept,  # noqa: ANN001 - int64 [1]
-    total,  # noqa: ANN001 - int64 [1]
-    dropped,  # noqa: ANN001 - int64 [1]
-    sender_stride,  # noqa: ANN001
-    SENDERS: tl.constexpr,
-    LOCAL: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
-    expert = tl.arange(0, CHUNK)
-    wanted = tl.zeros((CHUNK,), dtype=tl.int64)
-    for sender in range(SENDERS):
-        wanted += tl.load(table + sender * sender_stride + expert, mask=expert < LOCAL, other=0)
-    padded = (wanted + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
-    tl.store(total, tl.sum(padded))
-    tl.store(dropped, tl.sum(wanted) - tl.load(kept))
 
 
 def arrangeable(ids: torch.Tensor, num_local: int, alignment: int, capacity: int | None) -> bool:
@@ -183,56 +195,53 @@ def arrangeable(ids: torch.Tensor, num_local: int, alignment: int, capacity: int
 
 
 def arrange(
-    ids: torch.Tensor, *, first_expert: int, num_local: int, alignment: int, capacity: int | None
+    ids: torch.Tensor,
+    first_expert: int,
+    num_local: int,
+    alignment: int,
+    capacity: int | None,
+    wanted: torch.Tensor | None,
 ) -> Arrangement:
-    """:func:`fsdp_symm.experts.routing.arrange`: three launches, four allocations."""
+    """:func:`fsdp_symm.experts.routing.arrange`: three launches, six allocations."""
     num_routes, topk = ids.numel(), max(ids.shape[1], 1)
-    blocks = triton.cdiv(num_routes, _BLOCK)
+    blocks = ceil_div(num_routes, _BLOCK)
     work = torch.empty((1 + blocks) * num_local, dtype=torch.int32, device=ids.device)
-    sizes = {"K": topk, "LOCAL": num_local, "BLOCK": _BLOCK, "CHUNK": _CHUNK, "num_warps": _WARPS}
-    with torch.cuda.device_of(ids):
-        if blocks:
-            _count_kernel[(blocks,)](ids, work, num_routes, *ids.stride(), first_expert, **sizes)
-        _scan_kernel[(num_local,)](work, blocks, LOCAL=num_local, BLOCK=_SCAN, num_warps=_WARPS)
-        if capacity is None:
-            capacity = sum(-(-real // alignment) * alignment for real in work[:num_local].tolist())
-        slots = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-        source = torch.empty(capacity, dtype=torch.int64, device=ids.device)
-        counts = torch.empty(num_local + 1, dtype=torch.int64, device=ids.device)
-        _place_kernel[(max(blocks, triton.cdiv(capacity, _BLOCK), 1),)](
-            ids,
-            work,
-            slots,
-            source,
-            counts,
-            num_routes,
-            capacity,
-            *ids.stride(),
-            first_expert,
-            blocks,
-            ALIGNMENT=alignment,
-            **sizes,
+    sizes = {"K": topk, "LOCAL": num_local, "BLOCK": _BLOCK, "CHUNK": _CHUNK}
+    device, strides = ids.get_device(), ids.stride()
+    if blocks:
+        launch(
+            _count_kernel, (blocks,), device, ids, work, num_routes, *strides, first_expert, **sizes, num_warps=_WARPS
         )
-    return Arrangement(counts[:num_local], source, slots, counts[num_local:])
-
-
-def needs(wanted: torch.Tensor, kept: torch.Tensor, alignment: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`fsdp_symm.experts.routing.needs` from the local experts' columns of the table: one launch, two
-    allocations."""
-    total, dropped = wanted.new_empty(1), wanted.new_empty(1)
-    senders, num_local = wanted.shape
+    launch(_scan_kernel, (num_local,), device, work, blocks, LOCAL=num_local, BLOCK=_SCAN, num_warps=_WARPS)
+    if capacity is None:
+        capacity = sum(-(-real // alignment) * alignment for real in work[:num_local].tolist())
+    slots = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+    source = torch.empty(capacity, dtype=torch.int64, device=ids.device)
+    counts, total, dropped = (torch.empty(n, dtype=torch.int64, device=ids.device) for n in (num_local, 1, 1))
+    if wanted is None:
+        wanted = work[:num_local].unsqueeze(0)
     wanted = wanted if wanted.stride(1) == 1 else wanted.contiguous()
-    with torch.cuda.device_of(wanted):
-        _needs_kernel[(1,)](
-            wanted,
-            kept,
-            total,
-            dropped,
-            wanted.stride(0),
-            SENDERS=senders,
-            LOCAL=num_local,
-            ALIGNMENT=alignment,
-            CHUNK=triton.next_power_of_2(num_local),
-            num_warps=1,
-        )
-    return total, dropped
+    launch(
+        _place_kernel,
+        (max(blocks, ceil_div(capacity, _BLOCK), 1),),
+        device,
+        ids,
+        work,
+        slots,
+        source,
+        counts,
+        wanted,
+        total,
+        dropped,
+        num_routes,
+        capacity,
+        *strides,
+        first_expert,
+        blocks,
+        wanted.stride(0),
+        **sizes,
+        ALIGNMENT=alignment,
+        SENDERS=wanted.shape[0],
+        num_warps=_WARPS,
+    )
+    return Arrangement(counts, source, slots, total, dropped)

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 from fsdp_symm.experts.routing import Route
+from fsdp_symm.wire.kernel_launch import launch
+from fsdp_symm.wire.kernel_types import ceil_div, power_of_two
 
 _TILE = 512  # ids of a block
 _CHUNK = 16  # experts that a block is compared with at a time; facts that one program sums up
@@ -163,11 +165,11 @@ def _home_kernel(
     WIDTH: tl.constexpr,
     EXPERTS: tl.constexpr,
     RANKS: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    PADDED: tl.constexpr,  # whether there is a C
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    PADDED: tl.constexpr,  # whether there is a C
 ) -> None:
     block = tl.program_id(0)
     if block < blocks:
@@ -199,50 +201,54 @@ def _invert_kernel(
 def route(ids: torch.Tensor, *, num_experts: int, num_ranks: int, rows_per_rank: int | None, by_token: bool) -> Route:
     """:func:`fsdp_symm.experts.routing.route`: two launches, four allocations."""
     num_tokens, topk = ids.shape
-    width = triton.next_power_of_2(max(topk, 1))
+    width = power_of_two(max(topk, 1))
     block = max(_TILE // width, 1)
-    blocks = triton.cdiv(num_tokens, block)
+    blocks = ceil_div(num_tokens, block)
     num_facts = num_ranks + num_experts + 1
     work = torch.empty(num_facts * blocks, dtype=torch.int32, device=ids.device)
     home = torch.empty((num_tokens, num_ranks), dtype=torch.int64, device=ids.device)
     facts = torch.empty(num_facts, dtype=torch.int64, device=ids.device)
     narrowed = torch.empty((num_tokens, topk), dtype=torch.int32, device=ids.device)
     sizes = {"K": topk, "WIDTH": width, "EXPERTS": num_experts, "RANKS": num_ranks, "BLOCK": block, "CHUNK": _CHUNK}
-    with torch.cuda.device_of(ids):
-        if blocks:
-            _count_kernel[(blocks,)](ids, work, narrowed, num_tokens, *ids.stride(), **sizes, num_warps=_WARPS)
-        _home_kernel[(blocks + triton.cdiv(num_facts, _CHUNK),)](
-            ids,
-            work,
-            home,
-            facts,
-            num_tokens,
-            -1 if rows_per_rank is None else rows_per_rank,
-            blocks,
-            *ids.stride(),
-            **sizes,
-            BY_TOKEN=by_token,
-            PADDED=rows_per_rank is not None,
-            BLOCKS=_BLOCKS,
-            num_warps=_WARPS,
-        )
-    rows, experts, invalid = facts.split_with_sizes([num_ranks, num_experts, 1])
-    return Route(home, rows, experts, invalid, facts, narrowed)
+    device, strides = ids.get_device(), ids.stride()
+    if blocks:
+        launch(_count_kernel, (blocks,), device, ids, work, narrowed, num_tokens, *strides, **sizes, num_warps=_WARPS)
+    launch(
+        _home_kernel,
+        (blocks + ceil_div(num_facts, _CHUNK),),
+        device,
+        ids,
+        work,
+        home,
+        facts,
+        num_tokens,
+        -1 if rows_per_rank is None else rows_per_rank,
+        blocks,
+        *strides,
+        **sizes,
+        BLOCKS=_BLOCKS,
+        BY_TOKEN=by_token,
+        PADDED=rows_per_rank is not None,
+        num_warps=_WARPS,
+    )
+    return Route(home, facts, narrowed)
 
 
 def invert(table: torch.Tensor, num_rows: int, divisor: int) -> torch.Tensor:
     """:func:`fsdp_symm.experts.routing.invert` of a table ``[T, R]``, divided: two launches, one allocation."""
     result = torch.full((num_rows,), -1, dtype=torch.int64, device=table.device)
     if table.numel() and num_rows:
-        with torch.cuda.device_of(table):
-            _invert_kernel[(triton.cdiv(table.numel(), _FLAT),)](
-                table,
-                result,
-                table.numel(),
-                num_rows,
-                *table.stride(),
-                RANKS=table.shape[1],
-                DIVISOR=divisor,
-                BLOCK=_FLAT,
-            )
+        launch(
+            _invert_kernel,
+            (ceil_div(table.numel(), _FLAT),),
+            table.get_device(),
+            table,
+            result,
+            table.numel(),
+            num_rows,
+            *table.stride(),
+            RANKS=table.shape[1],
+            DIVISOR=divisor,
+            BLOCK=_FLAT,
+        )
     return result

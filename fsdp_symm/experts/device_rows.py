@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdp_symm.wire.kernel_types import FLOATS, VECTOR_BYTES, WORDS
+from fsdp_symm.wire.kernel_launch import launch
+from fsdp_symm.wire.kernel_types import FLOATS, VECTOR_BYTES, WORDS, ceil_div, power_of_two
 
 _TILE = 1024  # words, or elements of a sum, that one program handles
 _WARPS = 4
@@ -29,12 +30,15 @@ def _gather_kernel(
     rows_address,  # noqa: ANN001 - of [N, F]
     index,  # noqa: ANN001 - int64 [M]
     out_address,  # noqa: ANN001 - of [M, F]
+    weights,  # noqa: ANN001 - fp32, one for each number that the index may hold
+    weights_out,  # noqa: ANN001 - fp32 [M]
     num_rows,  # noqa: ANN001 - M
     width_units,  # noqa: ANN001 - F
     row_units,  # noqa: ANN001 - from one row to the next
     index_stride,  # noqa: ANN001
     FILL: tl.constexpr,  # a word
     DIVISOR: tl.constexpr,
+    WEIGHTED: tl.constexpr,  # whether there are weights
     WORD: tl.constexpr,
     VECTOR: tl.constexpr,  # words of a unit
     ROWS: tl.constexpr,
@@ -49,13 +53,16 @@ def _gather_kernel(
         out = tl.multiple_of(out, 16)
     # Widths and strides are multiples of VECTOR, which tells it that they stay inside a row.
     inside = (at < num_rows)[:, None] & (column < width_units * VECTOR)[None, :]
-    source = tl.load(index + at * index_stride, mask=at < num_rows, other=-1)
-    present = source >= 0
-    source = tl.where(present, source, 0) // DIVISOR
+    named = tl.load(index + at * index_stride, mask=at < num_rows, other=-1)
+    present = named >= 0
+    source = tl.where(present, named, 0) // DIVISOR
     place = source[:, None] * (row_units * VECTOR) + column[None, :]
     value = tl.load(rows + place, mask=inside & present[:, None], other=0)
     value = tl.where(present[:, None], value, tl.full((ROWS, COLUMNS), FILL, WORD))
     tl.store(out + at[:, None] * (width_units * VECTOR) + column[None, :], value, mask=inside)
+    if WEIGHTED:  # by the programs of the first columns
+        mine = at < tl.where(tl.program_id(1) == 0, num_rows, 0)
+        tl.store(weights_out + at, tl.load(weights + named, mask=mine & present, other=0.0), mask=mine)
 
 
 @triton.jit
@@ -164,7 +171,7 @@ def _fill_word(fill: float, dtype: torch.dtype, word_bytes: int) -> int:
 
 def _tile(width: int) -> tuple[int, int]:
     """Rows and columns of a program's tile."""
-    columns = min(triton.next_power_of_2(width), _TILE)
+    columns = min(power_of_two(width), _TILE)
     return _TILE // columns, columns
 
 
@@ -183,6 +190,31 @@ def gather_rows(rows: torch.Tensor, index: torch.Tensor, fill: float, out: torch
         return out
     if rows.shape[0] == 0:
         return out.fill_(fill)
+    _gather(rows, index, fill, out, divisor, None, None)
+    return out
+
+
+def gather_routes(tokens: torch.Tensor, weights: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """:func:`fsdp_symm.experts.routing.gather_routes`: one launch, one allocation. ``out`` is contiguous."""
+    found = weights.new_empty(source.shape[0])
+    if out.numel() == 0 or weights.numel() == 0:
+        gather_rows(tokens, source, 0, out, max(weights.shape[1], 1))
+        gather_rows(weights.reshape(-1, 1), source, 0, found.unsqueeze(1), 1)
+    else:
+        _gather(tokens, source, 0, out, weights.shape[1], weights.contiguous(), found)
+    return found
+
+
+def _gather(
+    rows: torch.Tensor,
+    index: torch.Tensor,
+    fill: float,
+    out: torch.Tensor,
+    divisor: int,
+    weights: torch.Tensor | None,
+    found: torch.Tensor | None,
+) -> None:
+    """Rows, and the weights that the same numbers name if there are any; nothing is empty."""
     rows, size = _flat_rows(rows), rows.element_size()
     width, row_stride = rows.shape[1] * size, rows.stride(0) * size
     source, target = rows.data_ptr(), out.data_ptr()
@@ -190,24 +222,28 @@ def gather_rows(rows: torch.Tensor, index: torch.Tensor, fill: float, out: torch
     unit = together & -together  # the largest power of two that divides them all
     word = min(unit, _WORD_BYTES)
     tile_rows, columns = _tile(width // word)
-    with torch.cuda.device_of(rows):
-        _gather_kernel[(triton.cdiv(index.shape[0], tile_rows), triton.cdiv(width // word, columns))](
-            source,
-            index,
-            target,
-            index.shape[0],
-            width // unit,
-            row_stride // unit,
-            index.stride(0),
-            FILL=_fill_word(fill, rows.dtype, word),
-            DIVISOR=divisor,
-            WORD=WORDS[word],
-            VECTOR=unit // word,
-            ROWS=tile_rows,
-            COLUMNS=columns,
-            num_warps=_WARPS,
-        )
-    return out
+    launch(
+        _gather_kernel,
+        (ceil_div(index.shape[0], tile_rows), ceil_div(width // word, columns)),
+        rows.get_device(),
+        source,
+        index,
+        target,
+        index if weights is None else weights,
+        index if found is None else found,
+        index.shape[0],
+        width // unit,
+        row_stride // unit,
+        index.stride(0),
+        FILL=_fill_word(fill, rows.dtype, word),
+        DIVISOR=divisor,
+        WEIGHTED=weights is not None,
+        WORD=WORDS[word],
+        VECTOR=unit // word,
+        ROWS=tile_rows,
+        COLUMNS=columns,
+        num_warps=_WARPS,
+    )
 
 
 def copyable(rows: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> bool:
@@ -239,29 +275,31 @@ def sum_rows(rows: torch.Tensor, index: torch.Tensor, scale: torch.Tensor | None
     together = rows.shape[1] | rows.stride(0) | out.stride(0) | VECTOR_BYTES
     vector = together & -together
     tile_rows, columns = _tile(rows.shape[1])
-    with torch.cuda.device_of(rows):
-        _sum_kernel[(triton.cdiv(num_rows, tile_rows), triton.cdiv(rows.shape[1], columns))](
-            rows,
-            index,
-            rows if scale is None else scale,
-            out,
-            num_rows,
-            rows.shape[1] // vector,
-            rows.stride(0) // vector,
-            out.stride(0) // vector,
-            *index.stride(),
-            1 if scale is None else scale.stride(0),
-            K=terms,
-            SCALED=scale is not None,
-            ACCUMULATE=tl.float64 if rows.dtype == torch.float64 else tl.float32,
-            OUTPUT=FLOATS[out.dtype],
-            VECTOR=vector,
-            UNROLL=terms <= _UNROLL,
-            ROWS=tile_rows,
-            COLUMNS=columns,
-            num_warps=_WARPS,
-            enable_fp_fusion=False,  # a product is rounded before it is added
-        )
+    launch(
+        _sum_kernel,
+        (ceil_div(num_rows, tile_rows), ceil_div(rows.shape[1], columns)),
+        rows.get_device(),
+        rows,
+        index,
+        rows if scale is None else scale,
+        out,
+        num_rows,
+        rows.shape[1] // vector,
+        rows.stride(0) // vector,
+        out.stride(0) // vector,
+        *index.stride(),
+        1 if scale is None else scale.stride(0),
+        K=terms,
+        SCALED=scale is not None,
+        ACCUMULATE=tl.float64 if rows.dtype == torch.float64 else tl.float32,
+        OUTPUT=FLOATS[out.dtype],
+        VECTOR=vector,
+        UNROLL=terms <= _UNROLL,
+        ROWS=tile_rows,
+        COLUMNS=columns,
+        num_warps=_WARPS,
+        enable_fp_fusion=False,  # a product is rounded before it is added
+    )
     return out
 
 
@@ -278,24 +316,26 @@ def weigh_rows(
     together = width | rows.stride(0) | grads.stride(0) | VECTOR_BYTES
     vector = together & -together
     tile_rows, columns = _tile(max(width, 1))
-    with torch.cuda.device_of(rows):
-        _weigh_kernel[(triton.cdiv(num_rows, tile_rows),)](
-            grads,
-            rows,
-            scale,
-            source,
-            out,
-            dots if with_dots else scale,
-            num_rows,
-            width // vector,
-            grads.stride(0) // vector,
-            rows.stride(0) // vector,
-            scale.stride(0),
-            DOTS=with_dots,
-            VECTOR=vector,
-            ROWS=tile_rows,
-            COLUMNS=columns,
-            num_warps=_WARPS,
-            enable_fp_fusion=False,
-        )
+    launch(
+        _weigh_kernel,
+        (ceil_div(num_rows, tile_rows),),
+        rows.get_device(),
+        grads,
+        rows,
+        scale,
+        source,
+        out,
+        dots if with_dots else scale,
+        num_rows,
+        width // vector,
+        grads.stride(0) // vector,
+        rows.stride(0) // vector,
+        scale.stride(0),
+        DOTS=with_dots,
+        VECTOR=vector,
+        ROWS=tile_rows,
+        COLUMNS=columns,
+        num_warps=_WARPS,
+        enable_fp_fusion=False,
+    )
     return out, dots

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """Rows that travel, as numbers that the host knows.
+    """Rows that travel, as numbers that the host knows. Compared by identity: it is part of every call's key.
 
     Attributes:
         sizes: rows from each rank (outer) to each rank (inner).
@@ -28,8 +28,9 @@ class Layout:
     by_token: bool = False
 
     @staticmethod
+    @lru_cache(maxsize=256)
     def padded(num_ranks: int, rank: int, rows: int, *, by_token: bool) -> Layout:
-        """``rows`` from everybody to everybody."""
+        """``rows`` from everybody to everybody; the same object for the same numbers."""
         return Layout(((rows,) * num_ranks,) * num_ranks, rank, by_token)
 
     @property

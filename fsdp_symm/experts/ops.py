@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fsdp_symm.experts.context import context_of
 from fsdp_symm.experts.exchange import PartSpec
-from fsdp_symm.experts.routing import gather_rows, sum_rows, weigh_rows
+from fsdp_symm.experts.routing import gather_routes, gather_rows, sum_rows, weigh_rows
 
 _Many = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -68,10 +68,10 @@ def _receive(
     context = context_of(key)
     parts = [tokens] if weights is None else [tokens, weights]
     rows, *rest = context.exchange.to_experts(parts, home, context.layout(slots.shape[0], table))
+    if rest:
+        return gather_routes(rows, rest[0], source, out=received)
     gather_rows(rows, source, divisor=slots.shape[1], out=received)
-    if not rest:
-        return tokens.new_empty(0, dtype=torch.float32)
-    return gather_rows(rest[0].reshape(-1, 1), source).squeeze(1)
+    return tokens.new_empty(0, dtype=torch.float32)
 
 
 @torch.library.custom_op("fsdp_symm_ep::dispatch", mutates_args=())

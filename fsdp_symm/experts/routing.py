@@ -28,19 +28,28 @@ class Route(NamedTuple):
 
     Attributes:
         home: int64 ``[T, R]``, the row of (token, rank) in the rank-major buffer, -1: not sent.
-        rows: int64 ``[R]``, rows that each rank should get, before any is dropped for want of room.
-        experts: int64 ``[E]``, routes (token, k) to each expert, before any drop.
-        invalid: int64 ``[1]``, routes whose expert id is E or more; they are masked like -1.
-        facts: int64 ``[R + E + 1]``: rows, experts and invalid, one after the other.
+        facts: int64 ``[R + E + 1]``: :attr:`rows`, :attr:`experts` and :attr:`invalid`, one after the other.
         narrowed: int32 ``[T, K]``, see :func:`narrow`.
     """
 
     home: torch.Tensor
-    rows: torch.Tensor
-    experts: torch.Tensor
-    invalid: torch.Tensor
     facts: torch.Tensor
     narrowed: torch.Tensor
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """int64 ``[R]``, rows that each rank should get, before any is dropped for want of room."""
+        return self.facts[: self.home.shape[1]]
+
+    @property
+    def experts(self) -> torch.Tensor:
+        """int64 ``[E]``, routes (token, k) to each expert, before any drop."""
+        return self.facts[self.home.shape[1] : -1]
+
+    @property
+    def invalid(self) -> torch.Tensor:
+        """int64 ``[1]``, routes whose expert id is E or more; they are masked like -1."""
+        return self.facts[-1:]
 
 
 class Arrangement(NamedTuple):
@@ -50,16 +59,19 @@ class Arrangement(NamedTuple):
         counts: int64 ``[L]``, rows of each expert, padded to the alignment; they lie one after the other from row 0.
         source: int64 ``[M]``, the route (``row * K + k``) behind each expert-major row, -1: padding or tail.
         slots: int64 ``[N, K]``, the expert-major row of each route, -1: not of this rank, masked or dropped.
-        kept: int64 ``[1]``, routes that got a row.
+        total: int64 ``[1]``, expert-major rows that were needed, padding included, before any drop.
+        dropped: int64 ``[1]``, routes that have no row, here or since their way here.
     """
 
     counts: torch.Tensor
     source: torch.Tensor
     slots: torch.Tensor
-    kept: torch.Tensor
+    total: torch.Tensor
+    dropped: torch.Tensor
 
 
-def _on_gpu(*tensors: torch.Tensor) -> bool:
+def on_gpu(*tensors: torch.Tensor) -> bool:
+    """Whether kernels can take all of these."""
     return _HAS_KERNELS and all(tensor.is_cuda for tensor in tensors)
 
 
@@ -76,7 +88,7 @@ def route(
         by_token: the row of token t is t instead of the next free one. Needs no packing, and one copy of the tokens
             serves all ranks; every rank then needs T rows.
     """
-    if _on_gpu(ids):
+    if on_gpu(ids):
         from fsdp_symm.experts import device_routes
 
         return device_routes.route(
@@ -102,7 +114,7 @@ def route(
         start = torch.arange(num_ranks, device=ids.device) * rows_per_rank
         fits = wanted & (position < rows_per_rank)
     facts = torch.cat([rows, experts, invalid])
-    return Route(torch.where(fits, start + position, -1), rows, experts, invalid, facts, narrowed)
+    return Route(torch.where(fits, start + position, -1), facts, narrowed)
 
 
 def narrow(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -121,7 +133,7 @@ def invert(table: torch.Tensor, num_rows: int) -> torch.Tensor:
 
     No row may be named twice.
     """
-    if _on_gpu(table):
+    if on_gpu(table):
         from fsdp_symm.experts import device_routes
 
         return device_routes.invert(table if table.dim() == 2 else table.reshape(-1, 1), num_rows, 1)
@@ -133,7 +145,7 @@ def invert(table: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 def tokens_of(home: torch.Tensor, num_rows: int) -> torch.Tensor:
     """int64 ``[N]``: the token behind each row of the rank-major buffer, -1: none."""
-    if _on_gpu(home):
+    if on_gpu(home):
         from fsdp_symm.experts import device_routes
 
         return device_routes.invert(home, num_rows, max(home.shape[1], 1))
@@ -151,7 +163,13 @@ def from_rank_major(rows: torch.Tensor, home: torch.Tensor) -> torch.Tensor:
 
 
 def arrange(
-    ids: torch.Tensor, *, first_expert: int, num_local: int, alignment: int = 1, capacity: int | None = None
+    ids: torch.Tensor,
+    *,
+    first_expert: int,
+    num_local: int,
+    alignment: int = 1,
+    capacity: int | None = None,
+    wanted: torch.Tensor | None = None,
 ) -> Arrangement:
     """Sort received rows by local expert; within an expert by row, then by k.
 
@@ -160,14 +178,14 @@ def arrange(
         first_expert, num_local: which experts are local (L of them).
         alignment: each expert's rows are padded to a multiple of it, for grouped GEMMs.
         capacity: M. ``None``: as many rows as needed, which reads one number on the host.
+        wanted: int64, for every rank its routes to each local expert, whether they came or not; ``None``: those that
+            came.
     """
-    if _on_gpu(ids):
+    if on_gpu(ids):
         from fsdp_symm.experts import device_arrange
 
         if device_arrange.arrangeable(ids, num_local, alignment, capacity):
-            return device_arrange.arrange(
-                ids, first_expert=first_expert, num_local=num_local, alignment=alignment, capacity=capacity
-            )
+            return device_arrange.arrange(ids, first_expert, num_local, alignment, capacity, wanted)
     local = ids.long() - first_expert
     key = torch.where((local >= 0) & (local < num_local), local, num_local).flatten()
     real = _count(key, num_local)
@@ -184,33 +202,9 @@ def arrange(
     slots = torch.empty_like(row).scatter_(0, order, row).view(ids.shape)
     kept = ends.clamp(max=num_rows)
     counts = kept.diff(prepend=kept.new_zeros(1))
-    return Arrangement(counts, invert(slots, num_rows), slots, (slots >= 0).sum().view(1))
-
-
-def needs(
-    table: torch.Tensor, laid: Arrangement, *, first: int, num_local: int, alignment: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What this rank's experts needed, and what there was no room for.
-
-    Args:
-        table: int64, for every rank the routes to each expert from column ``first`` on; may be on the host.
-        laid: the arrangement of the rows that came.
-        first, num_local: the columns of this rank's experts.
-        alignment: the arrangement's.
-
-    Returns:
-        int64 ``[1]`` each: rows, padding included, before any drop; routes that were dropped, here or on their way.
-    """
-    device = laid.kept.device
-    wanted = table[:, first : first + num_local]
-    if wanted.device != device:
-        wanted = wanted.sum(0, keepdim=True).to(device)
-    if _on_gpu(wanted):
-        from fsdp_symm.experts import device_arrange
-
-        return device_arrange.needs(wanted, laid.kept, alignment)
-    wanted = wanted.sum(0)
-    return align_up(wanted, alignment).sum().view(1), wanted.sum() - laid.kept
+    wanted = real if wanted is None else wanted.sum(0)
+    total, dropped = align_up(wanted, alignment).sum(), wanted.sum() - (slots >= 0).sum()
+    return Arrangement(counts, invert(slots, num_rows), slots, total.view(1), dropped.view(1))
 
 
 def align_up(counts: torch.Tensor, alignment: int) -> torch.Tensor:
@@ -232,7 +226,7 @@ def gather_rows(
     """
     if out is None:
         out = rows.new_empty((index.shape[0], rows.shape[1]))
-    if _on_gpu(rows, index, out):
+    if on_gpu(rows, index, out):
         from fsdp_symm.experts import device_rows
 
         if device_rows.copyable(rows, index, out):
@@ -243,6 +237,29 @@ def gather_rows(
         index = torch.div(index, divisor, rounding_mode="floor")
     torch.index_select(rows, 0, index.clamp(min=0), out=out)
     return out.masked_fill_((index < 0).unsqueeze(1), fill)
+
+
+def gather_routes(
+    tokens: torch.Tensor, weights: torch.Tensor, source: torch.Tensor, *, out: torch.Tensor
+) -> torch.Tensor:
+    """``out[m] = tokens[source[m] // K]``, and the weight of route ``source[m]``; zero where that is -1.
+
+    Args:
+        tokens: ``[N, F]``.
+        weights: ``[N, K]``.
+        source: int64 ``[M]``, numbers of routes.
+        out: where to write ``[M, F]``; contiguous.
+
+    Returns:
+        ``[M]``, in the type of ``weights``.
+    """
+    if on_gpu(tokens, weights, source, out) and weights.dtype == torch.float32:
+        from fsdp_symm.experts import device_rows
+
+        if device_rows.copyable(tokens, source, out):
+            return device_rows.gather_routes(tokens, weights, source, out)
+    gather_rows(tokens, source, divisor=weights.shape[1], out=out)
+    return gather_rows(weights.reshape(-1, 1), source).squeeze(1)
 
 
 def sum_rows(
@@ -256,7 +273,7 @@ def sum_rows(
         scale: fp32 ``[M]``.
         out: where to write ``[N, F]``.
     """
-    if _on_gpu(rows, index):
+    if on_gpu(rows, index):
         from fsdp_symm.experts import device_rows
 
         if device_rows.summable(rows, index, scale, out):
@@ -289,7 +306,7 @@ def weigh_rows(
         ``[M, F]`` in the type of ``grads``, and fp32 ``[M]`` (``[0]`` when not wanted). Both can be differentiated
         where torch records gradients; only elsewhere a kernel runs.
     """
-    if _on_gpu(grads, rows, scale, source) and not torch.is_grad_enabled():
+    if on_gpu(grads, rows, scale, source) and not torch.is_grad_enabled():
         from fsdp_symm.experts import device_rows
 
         if device_rows.weighable(grads, rows, scale):

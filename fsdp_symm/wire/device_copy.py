@@ -18,7 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdp_symm.wire.kernel_types import FLOATS, VECTOR_BYTES, WORDS
+from fsdp_symm.wire.kernel_launch import launch
+from fsdp_symm.wire.kernel_types import FLOATS, VECTOR_BYTES, WORDS, ceil_div, power_of_two
 
 _BLOCK = 4096
 _WARPS = 8
@@ -103,14 +104,17 @@ class TwoPlaces:
     def launch(self) -> None:
         """Copy on the current stream."""
         for one in self._launches:
-            _copy_kernel[(one.blocks,)](
+            launch(
+                _copy_kernel,
+                (one.blocks,),
+                one.table.get_device(),
                 one.table,
                 COUNT=one.table.shape[1],
                 SOURCE=one.kind.source,
                 TARGET=one.kind.target,
                 ALIGNED=one.kind.aligned,
                 BLOCK=_BLOCK,
-                num_warps=_WARPS,  # type: ignore[call-arg]  # a launch option of triton, not of the kernel
+                num_warps=_WARPS,
             )
 
 
@@ -123,11 +127,11 @@ def _kind(source: torch.dtype, target: torch.dtype, row: tuple[int, int, int, in
 
 
 def _launch(kind: _Kind, rows: list[tuple[int, int, int, int]], device: torch.device) -> _Launch:
-    columns = torch.full((5, triton.next_power_of_2(len(rows))), -1, dtype=torch.int64)
+    columns = torch.full((5, power_of_two(len(rows))), -1, dtype=torch.int64)
     blocks = 0
     for index, (source, first, second, numel) in enumerate(rows):
         columns[:, index] = torch.tensor([blocks, source, first, second, numel])
-        blocks += triton.cdiv(numel, _BLOCK)
+        blocks += ceil_div(numel, _BLOCK)
     table = columns.to(device)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # once: a copy from pageable memory may end later

@@ -18,7 +18,8 @@ import triton.language as tl
 
 from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemError, problem
-from fsdp_symm.wire.kernel_types import FLOATS, VECTOR_BYTES
+from fsdp_symm.wire.kernel_launch import launch
+from fsdp_symm.wire.kernel_types import FLOATS, VECTOR_BYTES, ceil_div
 from fsdp_symm.wire.reduce import accumulation_dtype, op_name
 
 _BLOCK_BYTES = 32768  # of every rank's piece that a program sums at once: enough in flight to hide the memory's latency
@@ -160,7 +161,10 @@ class PieceSum:
         numel = nbytes // width
         block = _BLOCK_BYTES // width
         aligned = aligned and all(n % VECTOR_BYTES == 0 for n in (own, rows, start, nbytes))
-        _sum_kernel[(min(PROGRAMS, triton.cdiv(numel, block)),)](
+        launch(
+            _sum_kernel,
+            (min(PROGRAMS, ceil_div(numel, block)),),
+            output_word.get_device(),
             output_word,
             own,
             rows,
@@ -175,5 +179,5 @@ class PieceSum:
             ACCUMULATE=FLOATS[accumulation_dtype(self.dtype)],
             ALIGNED=aligned,
             BLOCK=block,
-            num_warps=_WARPS,  # type: ignore[call-arg]  # a launch option of triton, not of the kernel
+            num_warps=_WARPS,
         )

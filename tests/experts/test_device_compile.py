@@ -11,7 +11,7 @@ from tests.kernels import compiled
 
 pytest.importorskip("triton")
 
-from fsdp_symm.experts import device_arrange, device_routes, device_rows
+from fsdp_symm.experts import device_arrange, device_parts, device_routes, device_rows
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 WIDE = (".v2.b64", ".v4.b32")  # 16 bytes at once
@@ -30,12 +30,33 @@ def test_gather(monkeypatch: Any, dtype: torch.dtype, hidden: int, divisor: int)
     assert _wide(kernel.ptx) == (hidden * dtype.itemsize % 16 == 0)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("hidden", [2048, 6])
+def test_gather_with_weights(monkeypatch: Any, dtype: torch.dtype, hidden: int) -> None:
+    tokens, weights = torch.empty(40, hidden, dtype=dtype), torch.empty(40, 6)
+    source, out = torch.empty(100, dtype=torch.int64), torch.empty(100, hidden, dtype=dtype)
+    (kernel,) = compiled(monkeypatch, device_rows, lambda: device_rows.gather_routes(tokens, weights, source, out))
+    assert _wide(kernel.ptx) == (hidden * dtype.itemsize % 16 == 0)
+
+
 def test_gather_of_rows_off_the_grid(monkeypatch: Any) -> None:
     """Addresses that are no multiple of 16 bytes must not be taken for one."""
     rows, index = torch.empty(40 * 64 + 1).narrow(0, 1, 40 * 64).view(40, 64), torch.empty(100, dtype=torch.int64)
     out = torch.empty(100, 64)
     (kernel,) = compiled(monkeypatch, device_rows, lambda: device_rows.gather_rows(rows, index, -1, out, 1))
     assert not _wide(kernel.ptx)
+
+
+@pytest.mark.parametrize("units", [(16,), (16, 8), (4, 16), (2, 1)])
+def test_parts(monkeypatch: Any, units: tuple[int, ...]) -> None:
+    place = torch.empty(1 << 16, dtype=torch.uint8).data_ptr()
+    parts = [device_parts.Placing(place, place, place, unit * 301, unit * 701) for unit in units]
+    (kernel,) = compiled(monkeypatch, device_parts, lambda: device_parts.copy_parts(parts, -1))
+    assert _wide(kernel.ptx) == (16 in units)
+    for size, form in ((8, "b64"), (4, "b32"), (2, "b16"), (1, "b8")):
+        assert size not in units or f"st.global.{form}" in kernel.ptx
+    if units == (16,):
+        assert "st.global.b" not in kernel.ptx, "no access is narrower"
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -85,14 +106,16 @@ def test_invert(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("local", "topk", "alignment"), [(32, 6, 1), (256, 8, 128), (1, 1, 8), (3, 2, 1)])
 def test_arrange(monkeypatch: Any, dtype: torch.dtype, local: int, topk: int, alignment: int) -> None:
-    ids, table = torch.empty((900, topk), dtype=dtype), torch.empty((2, local), dtype=torch.int64)
-
-    def call() -> None:
-        laid = device_arrange.arrange(ids, first_expert=local, num_local=local, alignment=alignment, capacity=700)
-        device_arrange.needs(table, laid.kept, alignment)
-
-    kernels = compiled(monkeypatch, device_arrange, call)
-    assert [k.name for k in kernels] == ["_count_kernel", "_scan_kernel", "_place_kernel", "_needs_kernel"]
+    ids, table = torch.empty((900, topk), dtype=dtype), torch.empty((2, 3 + 2 * local), dtype=torch.int64)
+    for wanted in (None, table[:, 2 : 2 + local]):
+        kernels = compiled(
+            monkeypatch,
+            device_arrange,
+            lambda wanted=wanted: device_arrange.arrange(
+                ids, first_expert=local, num_local=local, alignment=alignment, capacity=700, wanted=wanted
+            ),
+        )
+        assert [kernel.name for kernel in kernels] == ["_count_kernel", "_scan_kernel", "_place_kernel"]
 
 
 def test_nothing_is_launched_for_nothing(monkeypatch: Any) -> None:
@@ -112,7 +135,7 @@ def test_nothing_is_launched_for_nothing(monkeypatch: Any) -> None:
     kernels = compiled(
         monkeypatch,
         device_arrange,
-        lambda: device_arrange.arrange(ids, first_expert=0, num_local=4, alignment=8, capacity=0),
+        lambda: device_arrange.arrange(ids, first_expert=0, num_local=4, alignment=8, capacity=0, wanted=None),
     )
     assert [kernel.name for kernel in kernels] == ["_scan_kernel", "_place_kernel"], "which write the counts"
     empty, rows = torch.empty(0, 5), torch.empty(3, 5)

@@ -72,14 +72,11 @@ for tokens, topk, ranks in SIZES:
         sizes = [None, max(tokens * topk // 3, 1), 0, tokens * topk + 2 * alignment]
         for capacity in sizes if tokens < 130 else chance.sample(sizes, 1):
             how = {"first_expert": first, "num_local": local, "alignment": alignment, "capacity": capacity}
+            table = torch.randint(0, 1000, (ranks, ranks + experts + 1))
+            columns = table[:, ranks + first : ranks + first + local]
+            how["wanted"] = chance.choice([None, columns, columns.sum(0, keepdim=True), columns.t().contiguous().t()])
             expected = routing.arrange(ids, **how)
             same(device_arrange.arrange(ids, **how), expected, ids.shape, how)
-    table = torch.randint(0, 1000, (ranks, ranks + experts + 1))
-    columns = {"first": ranks + first, "num_local": local, "alignment": alignment}
-    x = routing.needs(table, expected, **columns)
-    y = device_arrange.needs(table[:, ranks + first : ranks + first + local], expected.kept, alignment)
-    for a, b in zip(x, y):
-        assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 print("done")
 """
 
@@ -88,7 +85,7 @@ CHOICE = """
 import torch
 from fsdp_symm.experts import routing
 from tests.experts import test_routing
-routing._on_gpu = lambda *tensors: True
+routing.on_gpu = lambda *tensors: True
 for name in (
     "gather_and_sum_are_transposes", "sum_is_fp32_in_order_and_rounds_once",
     "missing_rows_are_masked_before_they_are_scaled", "row_numbers_pass_two_to_the_31",
@@ -99,20 +96,19 @@ for name in (
 test_routing.test_no_rows_at_all(torch.empty(0, 3))
 ids = torch.randint(-1, 9, (20, 3))
 found = routing.route(ids, num_experts=8, num_ranks=2, rows_per_rank=9)
-laid = routing.arrange(found.narrowed, first_expert=4, num_local=4, alignment=8)
-table = torch.stack([found.facts, found.facts])
-total, dropped = routing.needs(table, laid, first=6, num_local=4, alignment=8)
+how = {"first_expert": 4, "num_local": 4, "alignment": 8, "wanted": torch.stack([found.experts, found.experts])[:, 4:]}
+laid = routing.arrange(found.narrowed, **how)
 rows = routing.to_rank_major(torch.randn(20, 8), found.home, 18)
 back = routing.from_rank_major(rows, found.home)
 with torch.no_grad():
     weighed = routing.weigh_rows(back, back, torch.randn(20), torch.arange(20), with_dots=True)
 assert torch.equal(routing.gather_rows(back, laid.source, divisor=3)[laid.source < 0].unique(), torch.zeros(1))
-routing._on_gpu = lambda *tensors: False
+routing.on_gpu = lambda *tensors: False
 assert torch.equal(back, routing.from_rank_major(rows, found.home)) and weighed[0].shape == (20, 8)
 for x, y in zip(found, routing.route(ids, num_experts=8, num_ranks=2, rows_per_rank=9)):
     assert torch.equal(x, y)
-again = routing.needs(table, laid, first=6, num_local=4, alignment=8)
-assert torch.equal(total, again[0]) and torch.equal(dropped, again[1])
+for x, y in zip(laid, routing.arrange(found.narrowed, **how)):
+    assert torch.equal(x, y)
 print("done")
 """
 

@@ -63,6 +63,19 @@ for turn in range(80):
     assert same(expected, routing.gather_rows(rows, index // divisor, fill=fill))
     assert same(out, expected), (dtype, n, m, width, divisor, fill)
     check()
+
+for turn in range(30):
+    dtype = TYPES[turn % 5]
+    n, m, k = chance.choice([0, 1, 9, 40]), chance.choice([0, 1, 7, 50]), chance.choice([1, 2, 6])
+    width = chance.choice([0, 1, 8, 33]) if turn % 10 else 5000
+    tokens, weights = strided(torch.randn(n, width).to(dtype)), strided(torch.randn(n, k))
+    source = torch.randint(-1, n * k, (m,)) if n else torch.full((m,), -1)
+    out, check = frame((m, width), dtype, 1)
+    expected = torch.empty(m, width, dtype=dtype)
+    other = routing.gather_routes(tokens, weights, source, out=expected)
+    found = device_rows.gather_routes(tokens, weights, source, out)
+    assert same(found, other) and same(out, expected), (dtype, n, m, k, width)
+    check()
 print("done")
 """
 

@@ -247,3 +247,21 @@ def test_buffers_grow_on_every_rank(ranks2: Ranks, settings: dict[str, Any]) -> 
     assert first[0] <= T or settings.get("rows_per_peer"), "nothing grows while there is room"
     assert first == sorted(first)
     assert first[-1] > first[0]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4, 7])
+def test_room_that_no_rank_needs_is_cut_off(rows: int) -> None:
+    from fsdp_symm.experts.context import _without_spare_room
+    from fsdp_symm.experts.exchange import Prepared
+
+    ranks, room, width = 3, 7, 2
+    token = torch.arange(rows).unsqueeze(1)
+    first = torch.arange(ranks)
+    wanted = torch.rand(rows, ranks, generator=torch.Generator().manual_seed(rows)) < 0.7
+    home = torch.where(wanted, first * room + token, -1)
+    ids = torch.arange(ranks * room * width, dtype=torch.int32).view(-1, width)
+    cut = _without_spare_room(Prepared(home, ids, ids), rows)
+    assert torch.equal(cut.home, torch.where(wanted, first * rows + token, -1))
+    kept = torch.cat([torch.arange(rank * room, rank * room + rows) for rank in range(ranks)])
+    assert torch.equal(cut.ids, ids[kept])
+    assert (cut.home is home) == (rows == room), "nothing is touched where no row is spare"

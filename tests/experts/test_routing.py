@@ -98,6 +98,15 @@ def test_rows_lie_by_expert_then_row_then_k(
         if flat >= 0:
             slots[flat] = row
     assert torch.equal(laid.slots.flatten(), slots)
+    assert laid.total.tolist() == [len(source)], "before any drop"
+    assert laid.dropped.tolist() == [sum(flat >= 0 for flat in source) - int((slots >= 0).sum())]
+    wanted = torch.arange(2 * local).view(2, local)  # more than came
+    again = routing.arrange(
+        ids, first_expert=first, num_local=local, alignment=alignment, capacity=capacity, wanted=wanted
+    )
+    needed = wanted.sum(0).tolist()
+    assert again.total.tolist() == [sum(-(-n // alignment) * alignment for n in needed)]
+    assert again.dropped.tolist() == [sum(needed) - int((slots >= 0).sum())]
 
 
 @settings(deadline=None, max_examples=100)
