@@ -89,9 +89,6 @@ class DeviceSegment(abc.ABC):
         self._data_bytes = data_bytes
         self.nbytes = self._control_at + control_nbytes(len(self.ranks), num_slots)
         self._uses: dict[int, _LastUse] = {}
-        self._calls: dict[
-            int, tuple[torch.cuda.Stream, torch.cuda.Event]
-        ] = {}  # of our own wire, by slot: the last one
         self._alive: dict[int, Callable[[], object | None]] = {}  # by offset: does a tensor still lie there?
         self._closed = False
         self._reading = threading.Lock()
@@ -218,19 +215,11 @@ class DeviceSegment(abc.ABC):
             use.event.record(compat.current_stream(self.device))
             use.after = use.event
 
-    def order_call(self, index: int, stream: torch.cuda.Stream) -> None:
-        """Order a call of our own wire after the last one on the slot: they wait for the same words."""
-        last = self._calls.get(index)
-        if last is not None and last[0] != stream and not compat.is_capturing():
-            stream.wait_event(last[1])
-
-    def pulled(self, index: int, end: tuple[torch.cuda.Stream, torch.cuda.Event] | None) -> None:
-        """Note that peers read the slot by our own wire, and where the local part of the call ends, which is nowhere
-        while a graph is captured."""
+    def pulled(self, index: int, after: torch.cuda.Event | None) -> None:
+        """Note that peers read the slot by our own wire, and the event that ends the local part of the call, which has
+        none while a graph is captured."""
         use = self._uses[index]
-        use.pulled = True
-        if end is not None:
-            self._calls[index], use.after = end, end[1]
+        use.after, use.pulled = after, True
 
     def before_reuse(self, last: SlotUse, call: str) -> None:
         """Order the current stream after the slot's last use.
@@ -245,11 +234,12 @@ class DeviceSegment(abc.ABC):
             return
         current = compat.current_stream(self.device)
         capturing = compat.is_capturing()
-        shards = use.pulled and last.role == "unshard"  # only peers read them
-        if use.after is not None and not capturing and not shards:
+        if use.after is not None and not capturing:
+            # On another stream the *done* words might still be those of the call before: this one takes them back.
             current.wait_event(use.after)
         if use.pulled and self.flags is not None:
             self.flags.await_readers(last.index, current.cuda_stream)
+        shards = use.pulled and last.role == "unshard"  # they have no later readers
         if current != use.stream and not shards and not capturing:
             current.wait_stream(use.stream)
             current.wait_stream(torch.cuda.default_stream(self.device))

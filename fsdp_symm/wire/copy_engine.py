@@ -114,7 +114,6 @@ class CopyEngineWire:
         if stream.cuda_stream == 0:
             self._side.wait_stream(stream)
             stream = self._side
-        self._segment.order_call(lease.index, stream)
         return stream
 
     def _leave(self, stream: torch.cuda.Stream, lease: Lease, epoch: int, what: str) -> torch.cuda.Event | None:
@@ -125,7 +124,7 @@ class CopyEngineWire:
             return None
         event = torch.cuda.Event()
         event.record(stream)
-        self._segment.pulled(lease.index, (stream, event))
+        self._segment.pulled(lease.index, event)
         watch(Pending(self._segment, lease.index, lease.role, epoch, what, event))
         if stream is self._side:
             compat.current_stream(self._segment.device).wait_event(event)

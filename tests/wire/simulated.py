@@ -34,7 +34,7 @@ class FakeEvent:
     """Reached at once: work happens when it is enqueued."""
 
     def record(self, stream: Any = None) -> None:
-        pass
+        self.stream = stream
 
     def query(self) -> bool:
         return True
@@ -48,9 +48,10 @@ class FakeStream:
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         FakeStream.count += 1
         self.cuda_stream = FakeStream.count
+        self.waited_for: list[Any] = []  # events
 
     def wait_event(self, event: Any) -> None:
-        pass
+        self.waited_for.append(event)
 
     def wait_stream(self, stream: Any) -> None:
         pass
@@ -149,7 +150,6 @@ class SimulatedSegment(DeviceSegment):
         self.peers = tuple(m.data_ptr() for m in memories)
         self._pointer, self._data_bytes = self.peers[rank], data_bytes
         self._uses: dict[int, _LastUse] = {}
-        self._calls = {}
         self._alive = {}
         self.flags = StreamFlags(self.driver, [p + data_bytes for p in self.peers], rank, NUM_SLOTS)
         self.notices = None

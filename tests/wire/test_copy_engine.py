@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemError
 from fsdp_symm.memory.stream_flags import control_nbytes, first_words
+from fsdp_symm.plan import Lane
 from fsdp_symm.wire import copy_engine, pull_reduce, replays
 from fsdp_symm.wire.pulls import Block, PullPlan
 from fsdp_symm.wire.reduce import reduce_chunks
@@ -69,6 +70,31 @@ def test_pulls_are_right_when_slots_come_again_and_calls_are_replayed(
             assert len(segment.driver.distinct) < 40, "C arrays are made once a call that comes again"
 
     run(world_size, 2 * SLOT, program, shares_gpu=shares_gpu)
+
+
+@pytest.mark.parametrize("lane", ["unshard", "dispatch"])
+def test_a_slot_is_written_again_only_after_its_last_call_whatever_the_stream(monkeypatch: Any, lane: Lane) -> None:
+    """The *done* words that its next user waits for are good only once the last call has taken the old ones back."""
+    install(monkeypatch)
+
+    def program(segment: SimulatedSegment) -> None:
+        rank = segment.rank
+        ranks = Rank(segment, lane, 2, SLOT)
+        plan = PullPlan([Block(1 - rank, 0, 0, 0, 64)], rank=rank, world_size=2)
+        ends = []
+        for _ in range(6):
+            _, lease = ranks.acquire(64)
+            if len(ends) >= 2:
+                waited: Any = compat.current_stream(segment.device)
+                assert waited.waited_for[-1] is ends[-2], "the last call on this slot"
+            ends.append(
+                ranks.wire.pull(
+                    lease, ranks.calls, plan, [torch.empty(64, dtype=torch.uint8)], what="t", async_op=False
+                )
+            )
+        assert all(end is not None for end in ends)
+
+    run(2, 2 * SLOT, program)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
