@@ -33,6 +33,7 @@ trains() {
   # shellcheck disable=SC2016 # expanded by the inner shell
   attempt "$name" "$name.txt" "$estimate" bash -euc '
     python=$1 ranks=$2 folder=$3 expected=$4; shift 4
+    export NCCL_MAX_CTAS=$((32 / ranks))  # a rank must leave SMs to the others, whose kernels it waits for
     "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" train.py "$@" --dump_folder "$folder"
     for claim in $expected; do "$python" -m fsdp_symm.cli inspect "$folder/traces" --expect "$claim"; done
     echo "shown: $expected"
