@@ -54,10 +54,10 @@ checks() {
   trains debug_dense_gpu 2 30 copy-engine:all_gather
   trains_experts 2 40
   trains_experts 4 60
-  tests random 150 tests/test_random.py
+  tests random 180 tests/test_random.py
   tests nccl 60 tests/gpu/test_nccl.py
   tests narrow 40 tests/test_narrow.py
-  tests parity 300 tests/test_parity.py
+  tests parity 450 tests/test_parity.py
 }
 
 choose checks "${@:3}"

@@ -29,14 +29,14 @@ training() {
 
 # Seconds are estimates on one H200, imports and profiles included.
 benchmarks() {
-  shared fsdp_step_w2 2 130 fsdp-step --widths 4096x4 --steps 10 --profiled-steps 5
-  shared unshard_w2 2 60 unshard --mib 8,32,128,256
+  shared fsdp_step_w2 2 110 fsdp-step --widths 4096x4 --steps 10 --profiled-steps 5
+  shared unshard_w2 2 30 unshard --mib 8,32,128,256
   shared experts_w2 2 130 experts --device cuda --experts 64x6,256x8 --tokens 4096 --hidden 2048
   shared fsdp_step_w4 4 150 fsdp-step --widths 4096x4 --steps 8 --profiled-steps 3
-  shared unshard_w4 4 75 unshard --mib 8,32,64
+  shared unshard_w4 4 30 unshard --mib 8,32,64
   shared experts_w4 4 150 experts --device cuda --experts 64x6 --tokens 4096 --hidden 2048
-  training 2 40 debug_dense_gpu "symm plain native"
-  training 2 40 debug_moe_gpu "symm+copy_engine plain+torchtitan native+torchtitan"
+  training 2 35 debug_dense_gpu "symm plain native"
+  training 2 35 debug_moe_gpu "symm+copy_engine plain+torchtitan native+torchtitan"
   shared reduce_scatter_w2 2 70 reduce-scatter --mib 64,128 --pieces 4,8
   shared reduce_scatter_w4 4 80 reduce-scatter --mib 64 --pieces 4,8
   shared fsdp_step_d2048_w2 2 100 fsdp-step --widths 2048x4 --steps 10 --profiled-steps 5

@@ -5,7 +5,7 @@
 #
 # With names, only these. One rank for every visible GPU. Into FOLDER go doctor_wN.txt and .json, a CSV for each benchmark, train_wN.csv with a
 # row for each training run, a trace for each of them in traces_wN, and output in NAME.log. What is there already is left
-# out, so that a second run goes on where the first one ended: all of it takes half an hour by the estimates below, one
+# out, so that a second run goes on where the first one ended: all of it takes 20 minutes by the estimates below, one
 # run at most SECONDS (default 540; 0: no limit). What would probably not end in time is not started. The exit status is 1
 # when something failed, was not started, or the losses of a model's variants differ.
 #
@@ -54,19 +54,20 @@ cut=()
 # Seconds are estimates for two H200s, imports and profiles included.
 everything() {
   attempt "doctor_$w" "doctor_$w.txt" 20 "${torchrun[@]}" -m fsdp_symm.cli doctor
-  train "$ranks" 40 debug_moe_gpu "symm+copy_engine plain+torchtitan native+torchtitan" "${ep[@]}"
-  train "$ranks" 70 llama3_8b "symm plain native" "${cut[@]}"
-  train "$ranks" 90 moe_16b "symm+copy_engine plain+torchtitan native+torchtitan" "${ep[@]}" "${cut[@]}"
-  bench "unshard_$w" "$ranks" 50 unshard --mib 8,32,64,128,256
+  train "$ranks" 35 debug_moe_gpu "symm+copy_engine plain+torchtitan native+torchtitan" "${ep[@]}"
+  train "$ranks" 50 llama3_8b "symm plain native" "${cut[@]}"
+  train "$ranks" 55 moe_16b "symm+copy_engine plain+torchtitan native+torchtitan" "${ep[@]}" "${cut[@]}"
+  bench "unshard_$w" "$ranks" 30 unshard --mib 8,32,64,128,256
   bench "experts_$w" "$ranks" 70 experts --device cuda --experts 64x6 --tokens 4096 --hidden 2048
   bench "fsdp_step_$w" "$ranks" 100 fsdp-step --widths 4096x4 --tokens 2048 --steps 30 --profiled-steps 3
-  train "$ranks" 40 debug_dense_gpu "symm plain native"
+  # the same kernels in the same order every time: losses must be equal in every digit
+  train "$ranks" 35 debug_dense_gpu "symm plain native" --override debug.deterministic=true
   bench "reduce_scatter_$w" "$ranks" 70 reduce-scatter --mib 8,32,64,128,256
   # three variants alive: four hold 93 GiB of masters and optimizer states on each of two ranks
   [ "$ranks" -gt "$gpus" ] ||
     bench "fsdp_step_d8192_$w" "$ranks" 160 fsdp-step --widths 8192x3 --steps 10 --profiled-steps 3 --alive 3
   bench "experts_e256_$w" "$ranks" 90 experts --device cuda --experts 256x8 --tokens 4096 --hidden 2048
-  train "$ranks" 40 debug_moe_gpu symm+all_to_all "${ep[@]}"
+  train "$ranks" 35 debug_moe_gpu symm+all_to_all "${ep[@]}"
   attempt "doctor_json_$w" "doctor_$w.json" 20 "${torchrun[@]}" -m fsdp_symm.cli doctor --json
 }
 

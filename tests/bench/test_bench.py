@@ -229,7 +229,7 @@ def test_a_dry_run_of_the_gpu_script_starts_and_writes_nothing(tmp_path: Path) -
     done, calls = _gpu_run(tmp_path, DRY_RUN="1")
     assert (done.returncode, calls) == (0, [])
     assert not (tmp_path / "out").exists()
-    assert done.stdout.splitlines()[0].startswith("fsdp_step_w2, about 130 s (130 s so far): timeout -k 45 260 ")
+    assert done.stdout.splitlines()[0].startswith("fsdp_step_w2, about 110 s (110 s so far): timeout -k 45 220 ")
     assert len(done.stdout.splitlines()) == 16
 
 
@@ -266,8 +266,8 @@ def test_the_gpu_script_goes_on_and_says_what_is_missing(tmp_path: Path) -> None
     done, calls = _gpu_run(fresh, "65")
     assert done.returncode == 1
     started = [call.split(" bench ")[1].split()[0] for call in calls]
-    assert started == ["unshard", *["train"] * 6]  # the others would take longer
-    assert "fsdp_step_w2: not started, about 130 s are needed and 65 s are left" in done.stdout
+    assert started == [*["unshard"] * 2, *["train"] * 6]  # the others would take longer
+    assert "fsdp_step_w2: not started, about 110 s are needed and 65 s are left" in done.stdout
 
 
 CHECKED = """#!/bin/bash

@@ -242,7 +242,7 @@ def test_the_script_goes_on_after_a_failure_and_within_its_time(tmp_path: Path) 
 
     fresh = tmp_path / "fresh"
     fresh.mkdir()
-    done, calls = _run(fresh, str(fresh / "out"), "55")
+    done, calls = _run(fresh, str(fresh / "out"), "45")
     assert done.returncode == 1
     assert "fsdp_step_w2: not started, about 100 s are needed and " in done.stdout
     assert {
