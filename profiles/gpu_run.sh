@@ -3,10 +3,10 @@
 #
 #     profiles/gpu_run.sh FOLDER [SECONDS [NAME...]]
 #
-# With names, only these. CSVs go to FOLDER, traces to FOLDER/traces_w2 and _w4, output to FOLDER/NAME.log; nothing else is written. A benchmark
-# whose CSV is there already is left out, so that a second run goes on where the first one ended. With SECONDS, none is
-# started that would probably not end in time. PYTHON names the interpreter (default python3), whose fsdp_symm is run.
-# DRY_RUN=1 prints the commands instead.
+# With names, only these. CSVs go to FOLDER, traces to FOLDER/traces_w2 and _w4, output to FOLDER/NAME.log; nothing else
+# is written. A benchmark whose CSV is there already is left out, a training run whose NAME.txt is, so that a second run
+# goes on where the first one ended. With SECONDS, none is started that would probably not end in time. PYTHON names the
+# interpreter (default python3), whose fsdp_symm is run. DRY_RUN=1 prints the commands instead.
 #
 # Several ranks share the GPU (or spread over those that are visible): NCCL 2.30 or newer, under MPS.
 set -uo pipefail

@@ -3,11 +3,11 @@
 #
 #     profiles/nvlink/run.sh [--dry-run] FOLDER [SECONDS [NAME...]]
 #
-# With names, only these. One rank for every visible GPU. Into FOLDER go doctor_wN.txt and .json, a CSV for each benchmark, train_wN.csv with a
-# row for each training run, a trace for each of them in traces_wN, and output in NAME.log. What is there already is left
-# out, so that a second run goes on where the first one ended: all of it takes 20 minutes by the estimates below, one
-# run at most SECONDS (default 540; 0: no limit). What would probably not end in time is not started. The exit status is 1
-# when something failed, was not started, or the losses of a model's variants differ.
+# With names, only these. One rank for every visible GPU. Into FOLDER go doctor_wN.txt and .json, a CSV for each
+# benchmark, train_wN.csv with a row for each training run, a trace for each of them in traces_wN, and output in NAME.log.
+# What is there already is left out, so that a second run goes on where the first one ended: all of it takes 20 minutes by
+# the estimates below, one run at most SECONDS (default 540; 0: no limit). What would probably not end in time is not
+# started. The exit status is 1 when something failed, was not started, or the losses of a model's variants differ.
 #
 #     PYTHON=...      the interpreter (default python3), whose fsdp_symm is run; with torchtitan 0.3
 #     RANKS=N         as many ranks instead; more than GPUs share them under MPS, to try the script: no measurement
