@@ -163,7 +163,7 @@ class WireExchange:
         self._waited_s += self.arena.segment.wait_s
         self.close()
         self._room = max_tokens
-        self._recipes.clear()  # a wire may keep addresses of the old arena with a plan
+        self._recipes.clear()  # what they say names the room
         self.arena = self._make_arena()
 
     def room(self) -> int | None:

@@ -11,6 +11,7 @@ import gc
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,9 @@ def _segment(
 
     kind = NcclSegment if backend == "nccl" else CudaSegment
     return kind(group, data_bytes, slots, timeout_s, device)
+
+
+_Made = TypeVar("_Made")
 
 
 def _nothing() -> None:
@@ -75,7 +79,7 @@ class ArenaStats:
         nbytes: symmetric bytes that this rank holds, control page included; constant after construction.
         slots: slots by role.
         handed_out: slots handed out so far by role.
-        in_use: slots by role whose tensors are alive now.
+        in_use: slots by role whose tensors are alive now; none of ``unshard``, whose slots have no tensors.
         wait_s: seconds this rank has waited for its peers.
     """
 
@@ -237,18 +241,19 @@ class SymmMemArena:
             SlotShortageError: the slot's turn has come while it is in use; the same on every rank.
             SymmMemTimeoutError, SymmMemPeerError: a peer has not read the slot.
         """
-        lease = self._next(role, nbytes, owner)
-        return self._tensor(lease), lease
+        return self._next(role, nbytes, owner, self._tensor)
 
-    def _next(self, role: Lane, nbytes: int, owner: str) -> Lease:
+    def _next(self, role: Lane, nbytes: int, owner: str, make: Callable[[Lease], _Made]) -> tuple[_Made, Lease]:
+        """The next lease, and what is made of it; the ring moves on only when both are there."""
         if (reason := self.why_not(role, nbytes)) is not None:
             raise SymmMemError(f"{role} buffer of {owner!r}: {reason}")
         self.segment.check_health(f"{role} buffer of {owner!r}")
         with self._lock:
             sequence = self._handed_out[role]
             lease = self._hand_out(role, nbytes, owner, sequence)
+            made = make(lease)
             self._handed_out[role] = sequence + 1
-            return lease
+            return made, lease
 
     def _tensor(self, lease: Lease) -> torch.Tensor:
         tensor, lease.alive = self.segment.lease(lease.offset, lease.nbytes)
@@ -257,13 +262,13 @@ class SymmMemArena:
     def reserve(self, role: Lane, nbytes: int, *, owner: str = "") -> tuple[int, Lease]:
         """:meth:`acquire_lease` for those who need no tensor: the address of the bytes in this process.
 
-        The slot is in use by nothing but the collective that it is reserved for.
+        Only the collective that the slot is reserved for uses it: the slot's next user waits for that one, and slots
+        that are reserved without a collective may be the same.
 
         Raises:
             SymmMemError, SymmMemTimeoutError, SymmMemPeerError: as :meth:`acquire_lease`.
         """
-        lease = self._next(role, nbytes, owner)
-        return self.segment.address(lease.offset), lease
+        return self._next(role, nbytes, owner, lambda lease: self.segment.address(lease.offset))
 
     def renew(self, lease: Lease, nbytes: int) -> tuple[torch.Tensor, Lease]:
         """The slot of ``lease`` once more, for the next part of the same buffer: the ring's turn does not move on.
@@ -275,7 +280,7 @@ class SymmMemArena:
             raise SymmMemError(f"{lease.role} buffer of {lease.owner!r}: {reason}")
         with self._lock:
             again = self._hand_out(lease.role, nbytes, lease.owner, lease.sequence)
-        return self._tensor(again), again
+            return self._tensor(again), again
 
     def peers_told(self) -> PeersTold:
         """Tell peers of an error between a slot and its call (out of memory, Ctrl-C): none may wait for this rank."""

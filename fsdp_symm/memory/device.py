@@ -6,7 +6,8 @@ peers' reads by their ``done`` flags where our own wire moved the bytes. NCCL's 
 synchronise the ranks before and after they touch a window.
 
 While a CUDA graph is captured, no events tie the capture to what ran before it: flags alone order the ranks, and
-replays are ordered by the stream they are launched on, as for any other memory that a graph uses.
+replays are ordered by the stream they are launched on, as for any other memory that a graph uses. Calls that take turns
+on a slot must be captured on one stream, as expert layers are: across streams only events would order them.
 """
 
 from __future__ import annotations

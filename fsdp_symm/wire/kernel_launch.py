@@ -73,7 +73,7 @@ def _launch(
     known = _known.get(key)
     if known is None:
         compiled = kernel[grid](*arguments, **constants)
-        if compiled is not None:
+        if hasattr(type(compiled), "__getitem__"):  # not the interpreter's None, not what compiles asynchronously
             _remember(key, kernel, compiled, len(arguments), constants)
         return
     known.compiled[(*grid, 1, 1)[:3]](*words, *list(constants.values())[: known.constants])

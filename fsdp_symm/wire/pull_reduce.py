@@ -96,6 +96,7 @@ class PullReduce:
         self._output = torch.zeros(1, dtype=torch.int64, device=segment.device)  # where the kernels write
         self._output_word = MemOps(pointer=self._output.data_ptr())
         self._staging: list[torch.Tensor] = []
+        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # where the last call ran, and its end
         self._captured = False  # whether a graph of the user's names the buffers
         self._named: list[torch.Tensor] = []  # buffers that were replaced, but such a graph names them
 
@@ -106,6 +107,8 @@ class PullReduce:
         chunk = input_.nbytes // len(self._peers)
         piece = piece_bytes(chunk, len(self._peers))
         buffers = self._buffers_for(piece)
+        if self._last is not None and self._last[0] != stream and not compat.is_capturing():
+            stream.wait_event(self._last[1])  # it may still use the buffers and the output's word
         self._output_word.set_pointer(output.data_ptr())
         self._segment.driver.mem_ops(self._output_word, stream.cuda_stream)
         arithmetic = PieceSum.of(op, input_.dtype, output.dtype, self._segment.rank, len(self._peers))
@@ -113,6 +116,10 @@ class PullReduce:
         job = _Job(input_.data_ptr(), lease.index, lease.offset, chunk, piece, arithmetic, aligned, buffers)
         graphed = not self._segment.shares_gpu
         self._replays.run(job, lambda where: self._pull_and_sum(job, where), stream, graphed=graphed)
+        if not compat.is_capturing():
+            end = torch.cuda.Event()
+            end.record(stream)
+            self._last = stream, end
 
     def _buffers_for(self, piece_bytes: int) -> tuple[int, ...]:
         """Addresses of staging buffers ``[W - 1, piece_bytes]``: those there are, unless a piece is larger."""

@@ -47,7 +47,7 @@ class Replays:
     def __init__(self, driver: CudaDriver, device: torch.device) -> None:
         self._driver = driver
         self._device = device
-        self._kept: dict[Hashable, list[Copies]] = {}  # of calls that are enqueued
+        self._kept: dict[Hashable, list[Copies]] = {}  # of calls that are enqueued anew
         self._graphs: dict[Hashable, int] = {}
         self._seen: dict[Hashable, None] = {}  # keys of calls that were enqueued, oldest first
         self._building = torch.cuda.Stream(device)
@@ -77,6 +77,8 @@ class Replays:
                 self._kept.pop(oldest := next(iter(self._seen)), None)
                 del self._seen[oldest]
             enqueue(Enqueueing(stream, stream.cuda_stream, False))
+            if graphed:
+                self._kept.pop(key, None)
             return
         if graph is None:
             if len(self._graphs) >= _MAX_GRAPHS:
@@ -84,7 +86,6 @@ class Replays:
             building = Enqueueing(self._building, self._building.cuda_stream, True)
             graph = self._driver.capture(building.handle, lambda: enqueue(building))
             self._graphs[key] = graph
-            self._kept.pop(key, None)
         self._driver.launch(graph, stream.cuda_stream)
 
     def kept_copies(self, key: Hashable, make: Callable[[int], list[Copies]], where: Enqueueing) -> Sequence[Copies]:

@@ -56,6 +56,28 @@ def test_slots_are_handed_out_in_call_order(ranks2: Ranks) -> None:
     assert ranks2.run(_slots_in_call_order) == [[0, 1, 2, 0, 1, 2, 0]] * 2
 
 
+def _a_tensor_that_could_not_be_made() -> list[float]:
+    """Rank 0 fails between a slot and its tensor, and tries again at once."""
+    arena = _arena()
+    comm, real = SymmMemAllGather(arena), arena.segment.lease
+
+    def fails(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    if dist.get_rank() == 0:
+        arena.segment.lease = fails  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            arena.acquire("all_gather", 64, owner="m")
+        arena.segment.lease = real  # type: ignore[method-assign]
+    found = [_gather(arena, comm, 10.0 * step).sum().item() for step in range(3)]
+    arena.close()
+    return found
+
+
+def test_a_tensor_that_could_not_be_made_does_not_move_the_ring_on(ranks2: Ranks) -> None:
+    assert ranks2.run(_a_tensor_that_could_not_be_made) == [[64.0 * (20 * step + 1) for step in range(3)]] * 2
+
+
 def _shortage(holder: str) -> str:
     """What may keep a slot: the tensor, a view of it, its storage; a dead cycle may not."""
     arena = _arena(slots=1)

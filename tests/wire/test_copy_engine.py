@@ -97,6 +97,27 @@ def test_a_slot_is_written_again_only_after_its_last_call_whatever_the_stream(mo
     run(2, 2 * SLOT, program)
 
 
+def test_reduce_scatters_on_two_streams_share_their_buffers_in_turn(monkeypatch: Any) -> None:
+    """Staging buffers and the output's word belong to the arena, whatever slot and stream a call is on."""
+    install(monkeypatch)
+
+    def program(segment: SimulatedSegment) -> None:
+        ranks, streams = Rank(segment, "reduce_scatter", 2, SLOT), [FakeStream(), FakeStream()]
+        monkeypatch.setattr(ranks.wire, "_enter", lambda lease, epoch: streams[ranks.calls % 2])
+        ends: list[Any] = []
+        for _ in range(4):
+            slot, lease = ranks.acquire(64)
+            output = torch.empty(8, dtype=torch.float32)
+            before = len(streams[ranks.calls % 2].waited_for)
+            source = slot.view(torch.float32)
+            ranks.wire.reduce_scatter(output, source, dist.ReduceOp.SUM, lease, ranks.calls, module="m", async_op=False)
+            waited = streams[ranks.calls % 2].waited_for[before:]
+            assert ends[-1:] == waited[: len(ends[-1:])], "the end of the call before"
+            ends.append(ranks.wire._reduce._last[1])
+
+    run(2, 2 * SLOT, program)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("warm_up", [0, 1, 3])
 def test_a_captured_pull_can_be_replayed_between_other_calls(monkeypatch: Any, world_size: int, warm_up: int) -> None:

@@ -68,6 +68,15 @@ def test_a_call_that_comes_again_goes_to_the_compiled_kernel() -> None:
     ], "all arguments in the signature's order, no launch options"
 
 
+def test_what_cannot_be_launched_by_its_grid_stays_with_triton() -> None:
+    """The interpreter's answer, and the future of a kernel that is compiled meanwhile."""
+    for answer in (None, SimpleNamespace(launch=1)):
+        kernel = _Kernel(lambda answer=answer: answer)  # type: ignore[misc]
+        for _ in range(3):
+            launch(kernel, (1,), -1, _tensor(), 33, BLOCK=128, WIDE=True)
+        assert len(kernel.calls) == 3
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "type": {"values": torch.float16},
     "address": {"first": 1},
