@@ -26,18 +26,22 @@ tests() {
   attempt "$name" "$name.txt" "$estimate" "$python" -m pytest -q -rs -p no:cacheprovider "$@"
 }
 
-# trains CONFIG RANKS ESTIMATE EXPECTED ARGUMENT...: a training run whose trace must show what is expected.
+# trains CONFIG RANKS ESTIMATE EXPECTED ARGUMENT...: a training run whose trace must show what is expected. Processes that
+# last longer than estimated print where they are.
 trains() {
   local name=train_$1_w$2 ranks=$2 estimate=$3 expected=$4 config=configs/$1.toml
   shift 4
   # shellcheck disable=SC2016 # expanded by the inner shell
   attempt "$name" "$name.txt" "$estimate" bash -euc '
-    python=$1 ranks=$2 folder=$3 expected=$4; shift 4
+    python=$1 ranks=$2 folder=$3 expected=$4 estimate=$5; shift 5
+    mkdir -p "$folder/hooks"
+    echo "import faulthandler; faulthandler.dump_traceback_later($estimate)" >"$folder/hooks/sitecustomize.py"
+    export PYTHONPATH=$folder/hooks:$PYTHONPATH
     export NCCL_MAX_CTAS=$((32 / ranks))  # a rank must leave SMs to the others, whose kernels it waits for
     "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" train.py "$@" --dump_folder "$folder"
     for claim in $expected; do "$python" -m fsdp_symm.cli inspect "$folder/traces" --expect "$claim"; done
     echo "shown: $expected"
-  ' trains "$python" "$ranks" "$out/$name" "$expected" --config "$config" "$@"
+  ' trains "$python" "$ranks" "$out/$name" "$expected" "$estimate" --config "$config" "$@"
 }
 
 # trains_experts RANKS ESTIMATE: padded rows, with room for all that could come, so that nothing is read on the host.
