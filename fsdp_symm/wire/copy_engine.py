@@ -190,7 +190,8 @@ class CopyEngineWire:
         """
         stream = self._enter(lease, epoch)
         self._reduce.run(output, input_, op, lease, stream)
-        self._leave(stream, lease, epoch, f"reduce_scatter of {module!r}, {lease.nbytes} bytes")
+        end = self._leave(stream, lease, epoch, f"reduce_scatter of {module!r}, {lease.nbytes} bytes")
+        self._reduce.ended(stream, end)
         return None
 
     def close(self) -> None:

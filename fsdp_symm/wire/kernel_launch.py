@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsdp_symm.errors import problem
+
 _KINDS = 2048  # kept; more only come up where sizes that are compiled in change all the time
 _INT32, _INT64 = 2**31, 2**63
 
@@ -84,7 +86,14 @@ def _remember(
 ) -> None:
     names = kernel.arg_names[num_arguments:]
     if list(constants)[: len(names)] != names:
-        raise TypeError(f"{kernel.__name__}: constexprs {list(constants)} are not in the signature's order, {names}")
+        raise TypeError(
+            problem(
+                f"{kernel.__name__}: constexprs are not in the signature's order",
+                found=list(constants),
+                expected=names,
+                fix="pass constexprs in that order, launch options behind them",
+            )
+        )
     if len(_known) >= _KINDS:
         _known.clear()
     _known[key] = _Known(kernel, compiled, len(names))

@@ -116,9 +116,10 @@ class PullReduce:
         job = _Job(input_.data_ptr(), lease.index, lease.offset, chunk, piece, arithmetic, aligned, buffers)
         graphed = not self._segment.shares_gpu
         self._replays.run(job, lambda where: self._pull_and_sum(job, where), stream, graphed=graphed)
-        if not compat.is_capturing():
-            end = torch.cuda.Event()
-            end.record(stream)
+
+    def ended(self, stream: torch.cuda.Stream, end: torch.cuda.Event | None) -> None:
+        """Note where the last call ran and the event that ends it, ``None`` for one that was captured."""
+        if end is not None:
             self._last = stream, end
 
     def _buffers_for(self, piece_bytes: int) -> tuple[int, ...]:
