@@ -112,7 +112,9 @@ def _count(parameters: int) -> str:
 
 def memory(line: Line) -> str:
     """The allocator's peak and the symmetric bytes, in GiB."""
-    return f"{int(line['peak_bytes']) / 2**30:.2f} + {int(line['symmetric_bytes']) / 2**30:.2f}"
+    symmetric = int(line["symmetric_bytes"]) / 2**30
+    digits = 3 if 0.0 < symmetric < 0.01 else 2  # a small model's slots are not nothing
+    return f"{int(line['peak_bytes']) / 2**30:.2f} + {symmetric:.{digits}f}"
 
 
 def _loss_notes(lines: Sequence[Line]) -> list[str]:

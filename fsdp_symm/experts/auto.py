@@ -2,13 +2,14 @@
 
 1. No gradient can flow and the batch is shared: ``all_reduce``. No token travels; decoding has few tokens.
 2. Else ``copy_engine`` where its padding is affordable and symmetric memory can be had. Padded, a token takes R rows;
-   sent to each of its experts it would take K. R <= 2 K bounds the padding to twice those bytes. On GPUs only where
+   sent to each of its experts it would take K. R <= 2 K bounds the padding to twice those bytes. On 2 GPUs only where
    nothing is read on the host too (``overflow="drop"`` with a ``recv_capacity_per_rank``): where the host has to wait
-   in every layer anyway, exact splits were measured to take 0.81 to 0.92 of the time (profiles/experts_w2.csv, _w4).
+   in every layer anyway, exact splits were measured to take 0.84 to 1.08 of the time on 2 ranks, but 1.08 and 1.13 on 4
+   (profiles/experts_w2.csv, _w4, nvlink/experts_w2.csv).
 3. Else ``all_to_all``.
 
-On 4 ranks of one GPU exact splits beat the static way too: called eagerly it takes 1.3 times as long, in a CUDA graph,
-which is what it is for and what exact splits cannot be part of, 1.06 to 1.16 times.
+On 4 ranks that share one GPU the static way, which nothing else can do, takes 1.4 to 1.6 times as long as exact splits:
+all ranks' empty rows pass through the same memory.
 
 The choice between 2 and 3 is made once, with all ranks, when it is first needed; ``reason`` says why.
 """
@@ -70,8 +71,8 @@ def choose_exchange(group: dist.ProcessGroup, config: EpConfig) -> tuple[type[EP
     if config.max_tokens_per_rank is None and config.overflow != "grow":
         return AllToAllEP, "the number of tokens has no bound and buffers may not grow"
     reads = config.overflow != "drop" or config.recv_capacity_per_rank is None
-    if reads and symmetric.backend_of(group) == "nccl":
-        return AllToAllEP, "the host reads counts in every layer: exact splits were measured to be faster then"
+    if reads and ranks == 2 and symmetric.backend_of(group) == "nccl":
+        return AllToAllEP, "2 ranks whose hosts read counts in every layer: exact splits were measured to be faster"
     try:
         shared_context(group, config, CopyEngineEP.transport)
     except (SymmMemMemoryError, SymmMemUnavailableError) as error:  # the same on every rank

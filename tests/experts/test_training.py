@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_symm.experts import ExpertParallel, ep_finalize
+from fsdp_symm.experts import ExpertParallel, auto, ep_finalize
 from fsdp_symm.experts.auto import AutoEP, choose_exchange
 from fsdp_symm.experts.config import EpConfig
 from tests.experts.moe import Case, build, make_batch, poison
@@ -165,6 +166,30 @@ def test_auto_needs_a_bound_or_growth(ranks2: Ranks) -> None:
     for name, reason in ranks2.run(_choice, config):
         assert name == "AllToAllEP"
         assert "no bound and buffers may not grow" in reason
+
+
+def _choice_as_on_gpus(config: EpConfig) -> tuple[str, str]:
+    with pytest.MonkeyPatch.context() as patch:  # the rule only: memory still comes from this host
+        patch.setattr(auto, "symmetric", SimpleNamespace(backend_of=lambda group: "nccl"))
+        return _choice(config)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_auto_on_two_gpus_depends_on_what_the_host_reads(ranks2: Ranks, static: bool) -> None:
+    options: dict[str, Any] = {"overflow": "drop", "recv_capacity_per_rank": 64} if static else {}
+    config = EpConfig(num_experts=4, num_topk=2, hidden_dim=8, max_tokens_per_rank=8, **options)
+    for name, reason in ranks2.run(_choice_as_on_gpus, config):
+        if static:
+            assert (name, reason) == ("CopyEngineEP", "2 ranks for 2 experts a token, symmetric memory")
+        else:
+            assert name == "AllToAllEP"
+            assert reason == "2 ranks whose hosts read counts in every layer: exact splits were measured to be faster"
+
+
+def test_auto_on_four_gpus(ranks4: Ranks) -> None:
+    config = EpConfig(num_experts=4, num_topk=2, hidden_dim=8, max_tokens_per_rank=8)
+    expected = "CopyEngineEP", "4 ranks for 2 experts a token, symmetric memory"
+    assert ranks4.run(_choice_as_on_gpus, config) == [expected] * 4
 
 
 def test_auto_without_symmetric_memory(ranks2: Ranks) -> None:
