@@ -96,8 +96,8 @@ class ExpertParallelSection:
         "torchtitan",
         "'torchtitan': its own dispatcher, untouched; 'copy_engine': padded rows in symmetric memory;"
         " 'copy_engine_exact': the same, only rows that exist; 'all_to_all': the process group's collectives;"
-        " 'auto': copy_engine where padding is affordable and memory can be had, on 2 GPUs only where nothing is read on"
-        " the host, else all_to_all",
+        " 'auto': copy_engine where padding is affordable and memory can be had, on 2 GPUs only where nothing is read"
+        " on the host, else all_to_all",
     )
     overflow: Literal["grow", "raise", "drop"] = _doc(
         "grow",
