@@ -101,7 +101,7 @@ class SimulatedDriver:
         assert capturing == (self._recording is not None), "a batch cannot be captured"
         self.distinct[id(copies)] = copies
         for target, source, nbytes in copies.flat:
-            self.do(lambda t=target, s=source, n=nbytes: ctypes.memmove(t, s, n))  # type: ignore[misc]
+            self.do(lambda t=target, s=source, n=nbytes: _copy_bytes(t, s, n))  # type: ignore[misc]
         for block in copies.pitched:
             for row in range(block.height):
                 target, source = block.target + row * block.target_pitch, block.source + row * block.source_pitch
@@ -134,6 +134,15 @@ class SimulatedDriver:
 
     def forget(self, graph: int) -> None:
         self.living.remove(graph)
+
+
+def _copy_bytes(target: int, source: int, nbytes: int) -> None:
+    """A copy; of a flag, by one store. The C library's memmove stores four bytes twice, from both ends: a peer could see
+    the first, take the flag back, and be met by the second one in its next call."""
+    if nbytes == 4:
+        ctypes.c_uint32.from_address(target).value = ctypes.c_uint32.from_address(source).value
+    else:
+        ctypes.memmove(target, source, nbytes)
 
 
 class SimulatedSegment(DeviceSegment):
