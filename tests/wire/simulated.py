@@ -137,8 +137,8 @@ class SimulatedDriver:
 
 
 def _copy_bytes(target: int, source: int, nbytes: int) -> None:
-    """A copy; of a flag, by one store. The C library's memmove stores four bytes twice, from both ends: a peer could see
-    the first, take the flag back, and be met by the second one in its next call."""
+    """A copy; of a flag, by one store. The C library's memmove stores four bytes twice, from both ends: a peer could
+    see the first, take the flag back, and be met by the second one in its next call."""
     if nbytes == 4:
         ctypes.c_uint32.from_address(target).value = ctypes.c_uint32.from_address(source).value
     else:
