@@ -16,6 +16,7 @@ TWO = {
     "nccl_version": (2, 30, 7), "nccl_built": (2, 30, 7),
 }  # fmt: skip
 SHARED = {"devices": ("GPU-0",) * 4, "nvls": "off"}
+TOLD = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"}
 
 
 def nccl(*version: int) -> dict:
@@ -75,9 +76,10 @@ CASES = [
     (
         "shared_gpu_time_slicing",
         "warns",
-        {**SHARED, "environment": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}},
+        {**SHARED, "environment": {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8"}},
         ["CUDA_MPS_PIPE_DIRECTORY", "nvidia-cuda-mps-control -d"],
     ),
+    ("shared_gpu_crowded", "warns", {**SHARED, "environment": TOLD}, ["4 ranks on one GPU", "NCCL_MAX_CTAS=8"]),
     ("several_nccl", "warns", {"nccl_libraries": ("/a/libnccl.so.2", "/b/libnccl.so.2")}, ["/b/libnccl.so.2"]),
     ("several_nccl", "warns", {"nccl_built": (2, 28, 9)}, ["built with 2.28.9, loaded 2.31.2", "LD_PRELOAD"]),
     ("launch_blocking", "warns", {"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, ["CUDA_LAUNCH_BLOCKING=1"]),
@@ -143,9 +145,11 @@ def test_the_allocator_hook_is_off_under_expandable_segments():
 
 
 def test_ranks_may_share_a_gpu_when_nccl_was_told():
-    env = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"}
+    env = {**TOLD, "NCCL_MAX_CTAS": "8"}
     assert codes({**SHARED, "environment": env}) == set()
     assert "shared_gpu_refused" in codes({**SHARED, "environment": env, **nccl(2, 29, 7)})
+    two = {"ranks": (0, 1), "hosts": ("a",) * 2, "devices": ("GPU-0",) * 2, "policies": ("zero",) * 2}
+    assert codes({**two, "environment": TOLD}) == set()  # the kernels of two fit
 
 
 def test_a_backend_that_nobody_needs_is_no_finding():

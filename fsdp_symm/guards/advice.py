@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from fsdp_symm.errors import problem
 from fsdp_symm.guards.common import (
     COPY_ENGINE_DRIVER,
@@ -189,6 +191,22 @@ def _shared_gpu(facts: GroupFacts) -> Finding | None:
     return Finding("shared_gpu_time_slicing", "warns", text)
 
 
+def _crowded_gpu(facts: GroupFacts) -> Finding | None:
+    """Seen with four ranks on an H200 (132 SMs), NCCL 2.30.7: training hung at its first collectives, three of three
+    times, and trained with NCCL_MAX_CTAS=8."""
+    ranks = max(Counter(zip(facts.hosts, facts.devices, strict=False)).values(), default=0)
+    if facts.nccl_version is None or ranks <= 2 or "NCCL_MAX_CTAS" in facts.environment:
+        return None
+    text = problem(
+        f"{group_text(facts)}: NCCL's kernels may not all fit on a GPU that several ranks share",
+        found=f"{ranks} ranks on one GPU, NCCL_MAX_CTAS not set",
+        expected="room for the kernels of all ranks at once: each waits on its SMs for the others', and training hangs "
+        "if one cannot start",
+        fix=f"export NCCL_MAX_CTAS={max(32 // ranks, 1)}",
+    )
+    return Finding("shared_gpu_crowded", "warns", text)
+
+
 def _several_nccl(facts: GroupFacts) -> Finding | None:
     built, loaded = facts.nccl_built, facts.nccl_version
     mixed = built is not None and loaded is not None and built[:2] != loaded[:2]
@@ -218,6 +236,6 @@ def _blocking_launches(facts: GroupFacts) -> Finding | None:
 
 DEGRADES: tuple[Rule, ...] = (_no_copy_engine, _driver, _several_hosts, _no_nvlink, _one_sided, _policy)
 WARNS: tuple[Rule, ...] = (
-    _connections, _allocator_hook, _expandable_segments, _legacy_stream, _shared_gpu, _several_nccl,
-    _blocking_launches,
+    _connections, _allocator_hook, _expandable_segments, _legacy_stream, _shared_gpu, _crowded_gpu,
+    _several_nccl, _blocking_launches,
 )  # fmt: skip
