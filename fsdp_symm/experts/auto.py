@@ -8,8 +8,9 @@
    (profiles/experts_w2.csv, _w4, nvlink/experts_w2.csv).
 3. Else ``all_to_all``.
 
-On 4 ranks that share one GPU the static way, which nothing else can do, takes 1.4 to 1.6 times as long as exact splits:
-all ranks' empty rows pass through the same memory.
+On 4 ranks that share one GPU the static way, which nothing else can do, was measured to take 1.4 to 1.6 times as long as
+exact splits. More than half of its time there goes to the benchmark's stand-in for experts, which multiplies empty rows
+too; experts that leave them out (a grouped GEMM does) spare that.
 
 The choice between 2 and 3 is made once, with all ranks, when it is first needed; ``reason`` says why.
 """
