@@ -341,7 +341,7 @@ def occupied_by(group: ParamGroup, role: Role) -> str | None:
     if type(comm) is _DEFAULT_COMM[role]:
         return None
     if isinstance(comm, _NATIVE_SYMM):
-        return "torch's own set_symm_mem_for_comm is on for this module"
+        return "torch's own set_symm_mem_for_comm is on for it (torchtitan: parallelism.enable_fsdp_symm_mem)"
     if isinstance(comm, _NATIVE_PG_ALLOC):
         return "set_allocate_memory_from_process_group_for_comm is on for this module"
     return f"the module has a custom {role} comm ({type(comm).__name__})"

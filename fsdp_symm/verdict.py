@@ -14,6 +14,8 @@ from fsdp_symm.plan import LANES, GroupPlan, Lane
 
 # Conditions that concern NCCL's all-gathers on copy engines and nothing else.
 _STAGED_ONLY = ("policy_not_zero", "policy_differs", "two_rank_nvls_hang", "nccl_no_copy_engine")
+# Conditions that concern NCCL's collectives: our own copies need peer access, whatever it runs over.
+_NCCL_ONLY = ("no_nvlink_domain",)
 # All that stands in the way of torch's peer memory, which needs no NCCL.
 _PEER_MEMORY_BLOCKS = (
     "no_peer_access", "several_hosts", "capture_in_progress", "device_mismatch", "symm_backend_taken",
@@ -98,11 +100,13 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
     gathers = any(
         ring.role == "all_gather" or (staged and ring.role == "unshard") for plan in plans for ring in plan.rings
     )
-    findings = [f for f in guards.findings(facts) if gathers or f.code not in _STAGED_ONLY]
+    way = "nccl" if staged else reduce_way(plans, reduce_scatter)
+    nccl = gathers or (way == "nccl" and any(ring.role == "reduce_scatter" for plan in plans for ring in plan.rings))
+    unconcerned = (*(() if gathers else _STAGED_ONLY), *(() if nccl else _NCCL_ONLY))
+    findings = [f for f in guards.findings(facts) if f.code not in unconcerned]
     blocks = [f.text for f in findings if f.severity == "blocks"]
     engines: dict[Lane, tuple[str, str]] = {role: guards.expected_engine(facts, role) for role in ROLES}
     engines["unshard"] = _PLACED
-    way = "nccl" if staged else reduce_way(plans, reduce_scatter)
     if way == "copy_engine":
         engines["reduce_scatter"] = _PULLED
     downgrades = [f.text for f in findings if f.severity == "degrades"]

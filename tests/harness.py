@@ -79,6 +79,8 @@ def init_process_group(rank: int, world_size: int, store: str) -> None:
 
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        if world_size > torch.cuda.device_count():  # the kernels of ranks that share a GPU must all fit on it
+            os.environ.setdefault("NCCL_MAX_CTAS", str(32 // world_size))
         dist.init_process_group(
             "nccl", pg_options=zero_cta_options(), device_id=device, timeout=timedelta(seconds=60), **common
         )

@@ -17,6 +17,7 @@ from fsdp_symm.doctor import SCHEMA_VERSION, machine, probe, view
 from fsdp_symm.doctor.report import BackendRow, CollectiveRow, DoctorReport, FindingRow, Gpu, GroupRow, NvLink, Shm
 from fsdp_symm.errors import SymmMemTimeoutError
 from fsdp_symm.guards import GroupFacts
+from fsdp_symm.nvlink import active_nvlinks
 
 DOCTOR = ["-m", "fsdp_symm.cli", "doctor"]
 KEYS = [
@@ -319,6 +320,9 @@ class FakeNvml:
     def nvmlDeviceGetHandleByIndex(self, index):
         return index
 
+    def nvmlDeviceGetUUID(self, handle):
+        return ("GPU-a", b"GPU-b")[handle]
+
     def nvmlDeviceGetNvLinkState(self, handle, link):
         if handle == 1 and link == 4:
             raise ValueError("not supported")
@@ -329,7 +333,17 @@ def test_links_from_nvml(monkeypatch):
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
     assert machine.nvlink() == NvLink("pynvml", active_links=[18, 4])
+    assert active_nvlinks() == {"a": 18, "b": 4}
     assert not fake.open
+
+
+def test_a_machine_without_the_driver_has_no_links(monkeypatch, tmp_path):
+    fake = FakeNvml()
+    fake.nvmlInit = lambda: (_ for _ in ()).throw(ValueError("driver not loaded"))  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert active_nvlinks() is None
+    assert machine.nvlink() == NvLink()
 
 
 def test_links_from_nvidia_smi_or_nobody(monkeypatch, tmp_path):

@@ -30,14 +30,12 @@ CASES = [
     ("windows_disabled", "blocks", {"environment": {"NCCL_WIN_ENABLE": "0"}}, ["NCCL_WIN_ENABLE=0", "unset NCCL_WIN"]),
     ("windows_disabled", "blocks", {"environment": {"NCCL_CUMEM_ENABLE": "0"}}, ["NCCL_CUMEM_ENABLE=0"]),
     ("windows_disabled", "blocks", {"environment": {"NCCL_P2P_DISABLE": "1"}}, ["NCCL_P2P_DISABLE=1"]),
-    ("null_window", "blocks", {"window": "null"}, ["NULL window", "NCCL_DEBUG=INFO"]),
     ("no_peer_access", "blocks", {"peer_access": False}, ["can_device_access_peer is False", "NVLink"]),
     ("two_rank_nvls_hang", "blocks", TWO, ["NCCL 2.30.7", "NVLS not switched off", "2.31.2", "NCCL_NVLS_ENABLE=0"]),
     ("two_rank_nvls_hang", "blocks", {**TWO, "nvls": "on", **nccl(2, 29, 7)}, ["NCCL 2.29.7", "NVLS on"]),
     ("policy_differs", "blocks", {"policies": ("zero", "default", "zero", "zero")}, ["rank 1: default"]),
     ("capture_in_progress", "blocks", {"capturing": True}, ["capture in progress", "before torch.cuda.graph"]),
     ("device_mismatch", "blocks", {"model_device": 3}, ["current device cuda:0, model on cuda:3", "set_device(3)"]),
-    ("native_switch_on", "blocks", {"native_modules": ("layers.0",)}, ["layers.0", "enable_fsdp_symm_mem=false"]),
     ("shared_gpu_refused", "blocks", SHARED, ["4 ranks on 1 GPUs", "NCCL_MULTI_RANK_GPU_ENABLE=unset"]),
     ("symm_backend_taken", "blocks", {"symm_backend": "NVSHMEM", "wanted_symm_backend": "CUDA"}, ["NVSHMEM", "CUDA"]),
     (
@@ -55,7 +53,7 @@ CASES = [
         {"hosts": ("a", "a", "b", "b"), "one_nvlink_domain": True, **nccl(2, 28, 9)},
         ["NCCL 2.28.9", "domain: yes", "2.29.2"],
     ),
-    ("no_nvlink_domain", "degrades", {"one_nvlink_domain": False}, ["without NVLink", "CUDA_VISIBLE_DEVICES"]),
+    ("no_nvlink_domain", "degrades", {"one_nvlink_domain": False}, ["no active NVLink", "CUDA_VISIBLE_DEVICES"]),
     ("one_sided_registration", "degrades", nccl(2, 28, 9), ["NCCL 2.28.9", "2.29.2", "in-place all-gathers"]),
     ("policy_not_zero", "degrades", {"policies": ("default",) * 4}, ["policy default, from the group's options"]),
     (
@@ -72,7 +70,6 @@ CASES = [
         {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
         ["expandable_segments:True", "not from the caching allocator", "pytorch#187465"],
     ),
-    ("legacy_stream", "warns", {"default_stream": True, **nccl(2, 29, 3)}, ["NCCL 2.29.3", "2.29.7"]),
     (
         "shared_gpu_time_slicing",
         "warns",
@@ -187,7 +184,6 @@ def test_engine_of_all_gathers(changes, engine, word):
         (nccl(2, 28, 9), "sum", "plain kernel", "input and output"),
         ({}, "premul_sum", "plain kernel", "PREMUL_SUM"),
         ({"hosts": ("a", "b", "c", "d")}, "sum", "plain kernel", "hosts"),
-        ({"window": "null"}, "sum", "plain kernel", "NULL window"),
     ],
 )
 def test_engine_of_reduce_scatters(changes, op, engine, word):
@@ -219,9 +215,6 @@ def any_facts(draw) -> GroupFacts:
         current_device=draw(st.none() | st.integers(0, 3)),
         model_device=draw(st.none() | st.integers(0, 3)),
         capturing=draw(st.booleans()),
-        default_stream=draw(st.booleans()),
-        native_modules=draw(st.sampled_from([(), ("a",), tuple("abcdef")])),
-        window=draw(st.sampled_from(["untried", "registered", "null"])),
         symm_backend=draw(st.sampled_from([None, "CUDA", "NCCL"])),
         wanted_symm_backend=draw(st.sampled_from([None, "CUDA", "NCCL"])),
         environment=draw(ENV),
@@ -251,7 +244,7 @@ def test_any_facts_give_well_formed_findings(group):
 def collected(device: str) -> list[dict]:
     import torch.distributed as dist
 
-    found = guards.collect(dist.group.WORLD, torch.device(device), timeout_s=20, native_modules=("m",))
+    found = guards.collect(dist.group.WORLD, torch.device(device), timeout_s=20)
     return [dataclasses.asdict(found)]
 
 
@@ -261,8 +254,28 @@ def test_collect_exchanges_what_the_ranks_run_on(ranks2):
     assert first["hosts"] == second["hosts"]
     assert len(set(first["hosts"])) == 1
     assert first["policies"] == ("default", "default")
-    assert first["native_modules"] == ("m",)
     assert first["peer_access"] is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices", "links", "expected"),
+    [
+        (("a", "a"), ("GPU-x", "GPU-x"), None, True),  # one GPU
+        (("a", "a"), ("GPU-x", "y"), {"x": 18, "y": 18}, None),  # whom they join is not said
+        (("a", "a"), ("x", "y"), {"x": 18, "y": 0}, False),
+        (("a", "a"), ("x", "MIG-y"), {"x": 0}, None),  # NVML lists other names
+        (("a", "a"), ("x", "y"), None, None),  # no NVML
+        (("a", "b"), ("x", "y"), {"x": 0}, None),
+    ],
+)
+def test_gpus_without_links_are_in_no_nvlink_domain(monkeypatch, hosts, devices, links, expected):
+    monkeypatch.setattr(facts, "active_nvlinks", lambda: links)
+    assert facts.one_nvlink_domain(hosts, devices) is expected
+
+
+def test_many_ranks_are_named_by_the_first_and_the_last():
+    text = next(f.text for f in findings(make({"ranks": tuple(range(9)), "capturing": True})))
+    assert "ranks 0 to 8 (9 in all)" in text
 
 
 def test_several_nccl_libraries_are_seen_in_the_maps():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -290,6 +291,27 @@ def test_custom_comm_is_left_alone_and_reported(ranks2: Ranks) -> None:
         ("all_gather", ("blocks.2",)),
         ("reduce_scatter", ("blocks.2",)),
     }
+
+
+def _native_switch() -> tuple[str, str]:
+    model = build(Options())
+    native = import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+    model.blocks[1].set_custom_all_gather(
+        object.__new__(native.SymmMemAllGather)
+    )  # as torch's switch does, without GPUs
+    with pytest.raises(SymmMemConfigError) as strictly:
+        set_symm_mem_for_comm(model, strict=True)
+    with pytest.warns(SymmMemFallbackWarning) as seen:
+        set_symm_mem_for_comm(model).close()
+    return str(strictly.value), str(seen[0].message)
+
+
+def test_modules_with_torchs_own_switch_are_left_alone_and_reported(ranks2: Ranks) -> None:
+    for texts in ranks2.run(_native_switch):
+        for text in texts:
+            assert "all_gather of 'blocks.1': torch's own set_symm_mem_for_comm is on for it" in text
+            assert "enable_fsdp_symm_mem" in text
+            assert "\n  fix: " in text
 
 
 def test_custom_comm_under_strict_is_an_error_and_nothing_changes(ranks2: Ranks) -> None:

@@ -72,6 +72,15 @@ def test_direct_placement_and_pulled_sums_need_no_policy(monkeypatch) -> None:
     assert (judged.blocked, judged.downgrades, judged.staged) == (None, (), None)
 
 
+def test_nvlink_counts_only_where_nccl_moves_the_bytes(monkeypatch) -> None:
+    apart = GroupFacts(one_nvlink_domain=False)
+    assert _judge(monkeypatch, apart, DIRECT, reduce_scatter="copy_engine").downgrades == ()
+    for plan in (GATHER, DIRECT, REDUCE):  # an all-gather, or a reduce-scatter, of NCCL's
+        judged = _judge(monkeypatch, apart, plan, reduce_scatter="nccl")
+        assert "the ranks are not in one NVLink domain" in judged.downgrades[0]
+        assert judged.engines["reduce_scatter"][0] == "plain kernel"
+
+
 @pytest.mark.parametrize(("mib", "engine"), [(31, "symmetric kernel"), (32, "copy engine")])
 def test_auto_pulls_large_reduce_scatters(monkeypatch, mib, engine) -> None:
     ring = next(r for r in DIRECT.rings if r.role == "reduce_scatter")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from typing import Any
 
 import torch
 
@@ -16,6 +14,7 @@ import fsdp_symm
 from fsdp_symm.doctor.report import BackendRow, DoctorReport, Gpu, NvLink, Shm, Versions
 from fsdp_symm.guards import GroupFacts, findings, first_line, local_facts
 from fsdp_symm.memory.shared_file import SHM_DIR_VARIABLE
+from fsdp_symm.nvlink import active_nvlinks
 
 _TOOL_TIMEOUT_S = 20.0
 
@@ -112,27 +111,8 @@ def nccl_backend(facts: GroupFacts, *, has_gpu: bool) -> BackendRow:
 
 def nvlink() -> NvLink:
     """Link states from pynvml where it can be imported, else ``nvidia-smi``'s matrix, else unknown."""
-    try:
-        return NvLink("pynvml", active_links=_nvml_links(importlib.import_module("pynvml")))
-    except ImportError:
-        return _topology()
-
-
-def _nvml_links(nvml: Any) -> list[int]:
-    nvml.nvmlInit()
-    try:
-        links = []
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle, active = nvml.nvmlDeviceGetHandleByIndex(index), 0
-            for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-                try:
-                    active += nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
-                except nvml.NVMLError:  # "not supported": the GPU has fewer links
-                    break
-            links.append(active)
-        return links
-    finally:
-        nvml.nvmlShutdown()
+    links = active_nvlinks()
+    return _topology() if links is None else NvLink("pynvml", active_links=list(links.values()))
 
 
 def _topology() -> NvLink:

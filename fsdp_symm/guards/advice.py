@@ -10,7 +10,6 @@ from fsdp_symm.guards.common import (
     COPY_ENGINE_SINCE,
     FALSE,
     HIERARCHICAL_SINCE,
-    LEGACY_STREAM_SINCE,
     ONE_SIDED_SINCE,
     WINDOWS_SINCE,
     Finding,
@@ -100,7 +99,7 @@ def _no_nvlink(facts: GroupFacts) -> Finding | None:
         return None
     text = problem(
         f"{group_text(facts)}: the ranks are not in one NVLink domain",
-        found="a pair of GPUs without NVLink between them",
+        found="a GPU of the group that has no active NVLink",
         expected="direct NVLink, or NVSwitch, between all GPUs of the group",
         fix="choose GPUs of one NVLink domain with CUDA_VISIBLE_DEVICES, or shard over smaller groups",
     )
@@ -165,20 +164,6 @@ def _expandable_segments(facts: GroupFacts) -> Finding | None:
     return Finding("expandable_segments", "warns", text)
 
 
-def _legacy_stream(facts: GroupFacts) -> Finding | None:
-    """NVIDIA/nccl#2003: cudaMemcpyBatchAsync refuses the legacy null stream; 2.29.7 falls back to single copies
-    (src/ce_coll.cc:333-351)."""
-    if not facts.default_stream or not before(facts, LEGACY_STREAM_SINCE) or before(facts, COPY_ENGINE_SINCE):
-        return None
-    text = problem(
-        f"{group_text(facts)}: copy-engine collectives on the default stream fail",
-        found=f"{nccl_text(facts)} and collectives on CUDA's legacy default stream",
-        expected=f"NCCL {dots(LEGACY_STREAM_SINCE)} or newer, or another stream",
-        fix="run the training loop under torch.cuda.stream(torch.cuda.Stream()), or upgrade NCCL",
-    )
-    return Finding("legacy_stream", "warns", text)
-
-
 def _shared_gpu(facts: GroupFacts) -> Finding | None:
     if not facts.shared_gpus or "CUDA_MPS_PIPE_DIRECTORY" in facts.environment:
         return None
@@ -236,6 +221,6 @@ def _blocking_launches(facts: GroupFacts) -> Finding | None:
 
 DEGRADES: tuple[Rule, ...] = (_no_copy_engine, _driver, _several_hosts, _no_nvlink, _one_sided, _policy)
 WARNS: tuple[Rule, ...] = (
-    _connections, _allocator_hook, _expandable_segments, _legacy_stream, _shared_gpu, _crowded_gpu,
+    _connections, _allocator_hook, _expandable_segments, _shared_gpu, _crowded_gpu,
     _several_nccl, _blocking_launches,
 )  # fmt: skip

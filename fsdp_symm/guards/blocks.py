@@ -88,19 +88,6 @@ def _device(facts: GroupFacts) -> Finding | None:
     return Finding("device_mismatch", "blocks", text)
 
 
-def _null_window(facts: GroupFacts) -> Finding | None:
-    """From 2.29 on ncclCommWindowRegister returns success with a NULL window (src/dev_runtime.cc:1342-1344)."""
-    if facts.window != "null":
-        return None
-    text = problem(
-        f"{group_text(facts)}: NCCL registered no window",
-        found=f"success with a NULL window from {nccl_text(facts)}",
-        expected="a window: all GPUs reach each other (P2P), NCCL_WIN_ENABLE and NCCL_CUMEM_ENABLE not 0",
-        fix="run with NCCL_DEBUG=INFO and look for 'Symmetric memory is not supported'",
-    )
-    return Finding("null_window", "blocks", text)
-
-
 def _windows_off(facts: GroupFacts) -> Finding | None:
     """symmetricSupport = all CUDA P2P, NCCL_WIN_ENABLE and cuMem (2.28.9 src/init.cc:1376; 2.30.7 :1674)."""
     env = facts.environment
@@ -127,19 +114,6 @@ def _peer_access(facts: GroupFacts) -> Finding | None:
         fix="use GPUs joined by NVLink (see the matrix of fsdp-symm doctor)",
     )
     return Finding("no_peer_access", "blocks", text)
-
-
-def _native(facts: GroupFacts) -> Finding | None:
-    if not facts.native_modules:
-        return None
-    names = ", ".join(facts.native_modules[:4]) + (", ..." if len(facts.native_modules) > 4 else "")
-    text = problem(
-        f"{group_text(facts)}: torch's own switch is already on",
-        found=f"set_symm_mem_for_comm of torch on {names}",
-        expected="one owner of a module's communication buffers",
-        fix="remove the model's own set_symm_mem_for_comm call (torchtitan: parallelism.enable_fsdp_symm_mem=false)",
-    )
-    return Finding("native_switch_on", "blocks", text)
 
 
 def _shared_refused(facts: GroupFacts) -> Finding | None:
@@ -187,6 +161,6 @@ def _symm_backend(facts: GroupFacts) -> Finding | None:
 
 
 BLOCKS: tuple[Rule, ...] = (
-    _no_nccl, _no_windows, _windows_off, _null_window, _peer_access, _two_rank_hang, _policy_differs, _capture,
-    _device, _native, _shared_refused, _symm_backend,
+    _no_nccl, _no_windows, _windows_off, _peer_access, _two_rank_hang, _policy_differs, _capture, _device,
+    _shared_refused, _symm_backend,
 )  # fmt: skip

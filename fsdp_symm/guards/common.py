@@ -19,7 +19,6 @@ ONE_SIDED_SINCE = (2, 29, 2)  # ncclSymRegType_t: one registered buffer is enoug
 AVG_SINCE = (2, 30, 3)  # reduce-scatter: AVG becomes SumPostDiv (src/scheduler/symmetric_sched.cc)
 HIERARCHICAL_SINCE = (2, 30, 6)  # copy engines across hosts (ncclHierCeAvailable)
 TWO_RANK_HANG = ((2, 29, 0), (2, 31, 2))
-LEGACY_STREAM_SINCE = (2, 29, 7)  # src/ce_coll.cc:333-351
 COPY_ENGINE_DRIVER = (12, 5)  # src/ce_coll.cc:98: driverVersion >= 12050
 FALSE = ("0", "false", "f", "no", "n", "off", "")
 

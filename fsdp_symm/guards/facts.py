@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from fsdp_symm import compat, compat_nccl, compat_symm
 from fsdp_symm.errors import SymmMemConfigError
+from fsdp_symm.nvlink import active_nvlinks
 from fsdp_symm.rendezvous import exchange
 from fsdp_symm.zero_cta import Policy, policy_and_source
 
 Nvls = Literal["off", "on", "unknown"]
-Window = Literal["untried", "registered", "null"]
 
 # Variables that change which engine NCCL takes (2.28.9 to 2.32.3), or how copies and kernels share the device.
 ENVIRONMENT = (
@@ -56,13 +56,11 @@ class GroupFacts:
         policy_source: whether this rank's policy comes from the group's options or from NCCL_CTA_POLICY.
         nvls: NVLink multicast: off for certain, on, or not known (treated as on where on is dangerous).
         peer_access: whether every visible pair of the group's GPUs can address each other; ``None`` if unknown.
-        one_nvlink_domain: whether all ranks load and store each other's memory over NVLink; ``None`` if unknown.
+        one_nvlink_domain: whether all ranks load and store each other's memory over NVLink: not where one of their
+            GPUs has no active link; ``None`` if unknown.
         current_device: index that CUDA calls of this thread go to.
         model_device: index of the model's GPU.
         capturing: a CUDA graph is being captured on the current stream.
-        default_stream: the collectives will be issued on the legacy default stream.
-        native_modules: modules on which torch's own ``set_symm_mem_for_comm`` is on.
-        window: outcome of the window registration, if it was tried.
         symm_backend: torch's process-wide symmetric-memory backend now.
         wanted_symm_backend: the one that our memory needs; ``None`` for memory that goes to NCCL directly.
         environment: the variables of :data:`ENVIRONMENT` that are set.
@@ -85,9 +83,6 @@ class GroupFacts:
     current_device: int | None = 0
     model_device: int | None = 0
     capturing: bool = False
-    default_stream: bool = False
-    native_modules: tuple[str, ...] = ()
-    window: Window = "untried"
     symm_backend: str | None = None
     wanted_symm_backend: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -119,9 +114,6 @@ def collect(
     device: torch.device,
     *,
     timeout_s: float = 60.0,
-    native_modules: tuple[str, ...] = (),
-    window: Window = "untried",
-    default_stream: bool = False,
     wanted_symm_backend: str | None = None,
 ) -> GroupFacts:
     """Gather the facts of one group from the living process. Collective over the group: one exchange over the store.
@@ -160,10 +152,7 @@ def collect(
             # NCCL refuses NVLS for several ranks on a GPU (2.30.7 src/init.cc:1052-1060, src/transport/nvls.cc:252-258)
             "nvls": "off" if shared else local.nvls,
             "peer_access": _peer_access(local, hosts, devices),
-            "one_nvlink_domain": True if len(set(zip(hosts, devices, strict=True))) == 1 else None,
-            "native_modules": native_modules,
-            "window": window,
-            "default_stream": default_stream,
+            "one_nvlink_domain": one_nvlink_domain(hosts, devices),
             "wanted_symm_backend": wanted_symm_backend,
         }
     )
@@ -250,6 +239,18 @@ def _nvls(capability: tuple[int, int] | None) -> Nvls:
     if os.environ.get("NCCL_NVLS_ENABLE") == "0" or (capability is not None and capability < (9, 0)):
         return "off"  # multicast objects need Hopper or newer
     return "on" if os.environ.get("NCCL_NVLS_ENABLE") == "1" else "unknown"
+
+
+def one_nvlink_domain(hosts: tuple[str, ...], devices: tuple[str, ...]) -> bool | None:
+    """The same on every rank of a host: NVML counts the links of all its GPUs, visible to this process or not. Links
+    say nothing about which GPUs they join, so this can be no, and yes only for one GPU."""
+    if len(set(zip(hosts, devices, strict=True))) == 1:
+        return True
+    links = active_nvlinks() if len(set(hosts)) == 1 else None
+    names = [device.removeprefix("GPU-") for device in devices]
+    if links is None or not set(names) <= set(links):
+        return None
+    return None if all(links[name] for name in names) else False
 
 
 def _peer_access(local: GroupFacts, hosts: tuple[str, ...], devices: tuple[str, ...]) -> bool | None:

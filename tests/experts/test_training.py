@@ -183,7 +183,7 @@ def test_auto_on_two_gpus_depends_on_what_the_host_reads(ranks2: Ranks, static: 
             assert (name, reason) == ("CopyEngineEP", "2 ranks for 2 experts a token, symmetric memory")
         else:
             assert name == "AllToAllEP"
-            assert reason == "2 ranks whose hosts read counts in every layer: exact splits were measured to be faster"
+            assert reason.startswith("2 ranks whose hosts read counts in every layer: exact splits took 0.84 to 1.08")
 
 
 def test_auto_on_four_gpus(ranks4: Ranks) -> None:
