@@ -126,15 +126,22 @@ def _loss_notes(lines: Sequence[Line]) -> list[str]:
         if not others:
             continue
         said = "; ".join(f"{x['variant']} {_apart(x, base)}" for x in others)
-        notes.append(f"Losses of {name.removeprefix('train_')} against {base['variant']}: {said}.")
+        notes.append(f"Losses of {name.removeprefix('train_')} against {base['variant']}, relative: {said}.")
     return notes + [f"**Wrong**: {text}." for text in wrong]
 
 
 def _apart(line: Line, base: Line) -> str:
     if losses(line) == losses(base):
         return "the same in every digit"
-    first, later = difference(line, base)
-    return f"within {max(first, later):.1g}"
+    return f"within {_ceil(max(difference(line, base)))}"
+
+
+def _ceil(value: float) -> str:
+    """One significant digit, rounded up: 1.42e-5 becomes 2e-05."""
+    if not math.isfinite(value) or value == 0.0:
+        return f"{value:g}"
+    digit = 10.0 ** math.floor(math.log10(value))
+    return f"{math.ceil(value / digit) * digit:.1g}"
 
 
 def _sources(lines: Sequence[Line]) -> list[str]:
