@@ -22,7 +22,10 @@ need() {
   case "$2" in '' | -*) echo "$usage" >&2 && exit 2 ;; esac
   shift 2
   for number in "$@"; do
-    case "$number" in '' | *[!0-9]*) echo "$usage; found $number, expected a whole number" >&2 && exit 2 ;; esac
+    case "$number" in
+      '' | *[!0-9]*) echo "$usage; found $number, expected a whole number" >&2 && exit 2 ;;
+      ??????????*) echo "$usage; found $number, expected at most nine digits" >&2 && exit 2 ;;
+    esac
   done
 }
 
@@ -51,7 +54,7 @@ prepare() {
   root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
   # below the repository as a short name: it becomes part of the command that every row of a CSV carries
   out=$(realpath -m --relative-base="$root" "$1")
-  budget=$2
+  budget=$((10#$2))  # 08 is eight, not a bad octal number
   cd "$root" || exit 2
   [ "${DRY_RUN:-}" = 1 ] || mkdir -p "$out" || exit 2
   export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1

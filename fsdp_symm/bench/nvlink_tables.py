@@ -40,7 +40,7 @@ def section(folder: Path) -> str:
     parts = []
     for kind, (title, tables) in KINDS.items():
         for ranks, more, path in sorted(found[kind]):
-            lines = schema.read_lines(path)
+            lines = schema.read_measured(path)
             parts.append(f"**{title}{f' ({more})' if more else ''}**, {ranks} ranks:")
             parts += [table(lines) for table in tables]
     absent = [title for kind, (title, _) in KINDS.items() if not found[kind]]

@@ -129,6 +129,10 @@ def refuse_unwritable(path: Path, option: str = "--csv") -> None:
         read_lines(path)
 
 
+# columns of every CSV that are numbers
+_KINDS: dict[str, type] = {"ranks": int, "bytes": int, "n": int, "median_us": float, "min_us": float, "max_us": float}
+
+
 def read_lines(path: Path) -> list[dict[str, str]]:
     """Every column as text.
 
@@ -142,18 +146,39 @@ def read_lines(path: Path) -> list[dict[str, str]]:
         raise SymmMemConfigError(
             f"{path}: found no CSV ({error}), expected one of a benchmark, fix: another file"
         ) from error
-    missing = [name for name in ("name", "variant") if lines and name not in lines[0]]
+    if any(None in line or None in line.values() for line in lines):
+        raise SymmMemConfigError(
+            f"{path}: found a line that is longer or shorter than the header, expected a file that a benchmark wrote "
+            "to its end, fix: remove it and run the benchmark again"
+        )
+    missing = [f.name for f in fields(Row) if lines and f.name not in lines[0]]
     if missing:
         raise SymmMemConfigError(
             f"{path}: found columns {list(lines[0])}, expected {missing} among them, fix: a file that a benchmark wrote"
         )
+    for number, line in enumerate(lines, 2):
+        for name, kind in _KINDS.items():
+            try:
+                kind(line[name])
+            except ValueError as error:
+                raise SymmMemConfigError(
+                    f"{path}, line {number}: found {name} {line[name]!r}, expected a number, "
+                    "fix: run the benchmark again"
+                ) from error
     return lines
+
+
+def read_measured(path: Path) -> list[dict[str, str]]:
+    """:func:`read_lines`, at least one.
+
+    Raises:
+        SymmMemConfigError: as there, or a header alone.
+    """
+    if lines := read_lines(path):
+        return lines
+    raise SymmMemConfigError(f"{path}: found no line, expected at least one, fix: run the benchmark again")
 
 
 def read(path: Path) -> list[Row]:
     """Read what :func:`write` wrote; further columns are left out."""
-    kinds = {"ranks": int, "bytes": int, "n": int, "median_us": float, "min_us": float, "max_us": float}
-    with path.open(newline="") as file:
-        return [
-            Row(**{f.name: kinds.get(f.name, str)(line[f.name]) for f in fields(Row)}) for line in csv.DictReader(file)
-        ]
+    return [Row(**{f.name: _KINDS.get(f.name, str)(line[f.name]) for f in fields(Row)}) for line in read_measured(path)]

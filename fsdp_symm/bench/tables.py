@@ -55,35 +55,35 @@ def _host(path: Path) -> str:
 
 
 def _steps(path: Path) -> str:
-    return way_tables.step_table(schema.read_lines(path))
+    return way_tables.step_table(schema.read_measured(path))
 
 
 def _unshard(path: Path) -> str:
-    return way_tables.unshard_table(schema.read_lines(path))
+    return way_tables.unshard_table(schema.read_measured(path))
 
 
 def _reduce(path: Path) -> str:
-    return way_tables.reduce_table(schema.read_lines(path))
+    return way_tables.reduce_table(schema.read_measured(path))
 
 
 def _pieces(path: Path) -> str:
-    return way_tables.pieces_table(schema.read_lines(path))
+    return way_tables.pieces_table(schema.read_measured(path))
 
 
 def _experts(path: Path) -> str:
-    return expert_tables.experts_table(schema.read_lines(path))
+    return expert_tables.experts_table(schema.read_measured(path))
 
 
 def _expert_costs(path: Path) -> str:
-    return expert_tables.experts_costs_table(schema.read_lines(path))
+    return expert_tables.experts_costs_table(schema.read_measured(path))
 
 
 def _train(path: Path) -> str:
-    return train_tables.train_table(schema.read_lines(path))
+    return train_tables.train_table(schema.read_measured(path))
 
 
 def _inspect(path: Path) -> str:
-    return inspect_table(schema.read_lines(path))
+    return inspect_table(schema.read_measured(path))
 
 
 # marker -> (CSV below the repository, or a folder of them, how it becomes a table)
@@ -167,6 +167,11 @@ def _renew_one(root: Path, marker: str, documents: dict[str, str]) -> str | None
         table = make(path)
     except SymmMemConfigError as error:
         return str(error)
+    except (LookupError, ValueError, TypeError, ZeroDivisionError, StopIteration) as error:  # of whatever a cell lacks
+        return (
+            f"found {path} without what its table needs ({type(error).__name__}: {error}), expected what this "
+            "version's benchmark writes, fix: run the benchmark again"
+        )
     replaced = _replace(documents[name], marker, table) if len(wanted) == 1 else None
     if replaced is None:
         return (

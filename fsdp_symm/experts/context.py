@@ -312,6 +312,15 @@ def shared_context(group: dist.ProcessGroup, config: EpConfig, transport: str) -
             and context.transport == transport
         ):
             return context
+    return _make_shared(group, config, transport)
+
+
+@torch.compiler.disable(
+    recursive=True,
+    reason="buffers of experts are made with all ranks, outside of compiled code: call the module once without "
+    "torch.compile, also after ep_finalize()",
+)
+def _make_shared(group: dist.ProcessGroup, config: EpConfig, transport: str) -> EpContext:
     context = EpContext(group, config, transport)
     _shared.append(context)
     return context

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdp_symm import compat
 from fsdp_symm.experts import ops
-from fsdp_symm.experts.config import EpConfig, refuse
+from fsdp_symm.experts.config import PAYLOAD_DTYPES, EpConfig, refuse
 from fsdp_symm.experts.context import EpContext, Routing, shared_context
 
 Weighting = Literal["combine", "experts"]
@@ -186,7 +186,8 @@ def check_batch(
             "expert parallelism: tokens",
             found=hidden.dtype,
             expected=f"{dtype} (payload_dtype)",
-            fix=f"cast the tokens, or set payload_dtype={hidden.dtype}",
+            fix="cast the tokens"
+            + (f", or set payload_dtype={hidden.dtype}" if hidden.dtype in PAYLOAD_DTYPES else ""),
         )
     check_ids(ids, config, hidden.shape[0])
     if weights is None:

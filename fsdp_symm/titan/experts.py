@@ -17,7 +17,7 @@ from fsdp_symm.experts import ops  # noqa: F401  # registers the operators named
 from fsdp_symm.experts.context import open_contexts
 from fsdp_symm.titan.dispatcher import ExchangeTokenDispatcher
 from fsdp_symm.titan.overlay import FieldError
-from fsdp_symm.titan.sections import ExpertParallelSection
+from fsdp_symm.titan.sections import MOST_ROWS, ExpertParallelSection
 
 # The dispatchers that ours stands in for; others pad for quantized experts, or were asked for by the model.
 _REPLACEABLE = (LocalTokenDispatcher.Config, AllToAllTokenDispatcher.Config, ExchangeTokenDispatcher.Config)
@@ -64,6 +64,11 @@ def check(config: Any) -> None:
             " SPMD types; allowed: false",
         )
     needed = tokens_per_rank(config)
+    if layers and needed < 1:
+        name = "seq_len" if config.training.seq_len < 1 else "local_batch_size"
+        raise FieldError(f"training.{name}", f"found {getattr(config.training, name)}; allowed: 1 or more")
+    for _, layer in layers:
+        _check_capacity(section, (section.max_tokens_per_rank or needed) * layer.token_dispatcher.top_k)
     if layers and section.overflow != "grow" and 0 < section.max_tokens_per_rank < needed:
         raise FieldError(
             "expert_parallel.max_tokens_per_rank",
@@ -80,11 +85,21 @@ def _check_layer(name: str, layer: Any, section: ExpertParallelSection, degree: 
             f"found {section.implementation!r} for a model whose {name} asks for"
             f" {type(dispatcher).__qualname__.removesuffix('.Config')}; allowed: 'torchtitan'",
         )
-    if dispatcher.num_experts % degree:
+    if degree < 1 or dispatcher.num_experts % degree:
         raise FieldError(
             "parallelism.expert_parallel_degree",
             f"found {degree} for the {dispatcher.num_experts} experts of {name}; allowed: a divisor of"
-            f" {dispatcher.num_experts}",
+            f" {dispatcher.num_experts}, from 1 on",
+        )
+
+
+def _check_capacity(section: ExpertParallelSection, even_share: int) -> None:
+    rows = section.recv_capacity_factor * even_share
+    if rows > MOST_ROWS:
+        raise FieldError(
+            "expert_parallel.recv_capacity_factor",
+            f"found {section.recv_capacity_factor:g}, {rows:g} rows of {even_share} in an even share; allowed: at most"
+            f" {MOST_ROWS} rows",
         )
 
 

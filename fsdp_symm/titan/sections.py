@@ -16,6 +16,9 @@ def _doc(default: Any, text: str) -> Any:
     return field(default=default, metadata={"doc": text})
 
 
+MOST_ROWS = 2**40  # of one call: petabytes, and small enough for 64-bit sizes
+
+
 def _at_least(section: Any, name: str, least: int) -> None:
     value = getattr(section, name)
     if value < least:
@@ -120,6 +123,8 @@ class ExpertParallelSection:
     def __post_init__(self) -> None:
         for name in ("max_tokens_per_rank", "rows_per_peer", "recv_capacity_per_rank"):
             _at_least(self, name, 0)
+            if (rows := getattr(self, name)) > MOST_ROWS:
+                raise FieldError(name, f"found {rows}; allowed: at most {MOST_ROWS}")
         if not (math.isfinite(self.recv_capacity_factor) and self.recv_capacity_factor >= 0):
             raise FieldError(
                 "recv_capacity_factor", f"found {self.recv_capacity_factor}; allowed: a finite number of 0 or more"

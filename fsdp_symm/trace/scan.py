@@ -224,7 +224,7 @@ class EventScanner:
                 "export with prof.export_chrome_trace(path)"
             )
         if head != b"{":
-            return f"{path}: not JSON; expected a Kineto trace (.json or .json.gz)"
+            return f"{path}: not JSON, or no object; expected a Kineto trace (.json or .json.gz)"
         return (
             f"{path}: no traceEvents array (cut short, or not Kineto); "
             "expected a trace from prof.export_chrome_trace(path)"

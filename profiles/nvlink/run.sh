@@ -25,9 +25,9 @@ need "$usage" "${1:-}" "${2:-0}" "${RANKS:-2}" "${LAYERS:-1}"
 prepare "$1" "${2:-540}"
 
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') || exit 2
-ranks=${RANKS:-$gpus}
+ranks=$((10#${RANKS:-$gpus}))
 if [ "${DRY_RUN:-}" = 1 ] && [ "$gpus" -eq 0 ]; then
-  ranks=${RANKS:-2}
+  ranks=$((10#${RANKS:-2}))
   gpus=$ranks
 elif [ "$gpus" -eq 0 ] || [ "$ranks" -lt 2 ]; then
   echo "nvlink/run.sh: found $gpus GPUs and $ranks ranks, expected at least 1 and 2," \

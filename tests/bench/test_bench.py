@@ -119,6 +119,31 @@ def test_a_table_is_renewed_where_its_markers_are(tmp_path: Path, capsys: pytest
     assert "expected a CSV, fix: run the benchmark first" in capsys.readouterr().err
 
 
+def test_tables_refuse_damaged_csvs_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damage as killed benchmarks and editors leave it, in every CSV that becomes a table of its own."""
+    root = _repository(tmp_path, _markers(*_measured()))
+    paths = sorted({root / path for path, _ in tables.TABLES.values() if path.endswith(".csv")})
+    for path in (p for p in paths if p.exists()):
+        whole = path.read_text()
+        header, first, *_ = whole.splitlines()
+        columns = header.split(",")
+        damages = {
+            "cut in the last line": whole[:-10].rstrip("\n").rpartition(",")[0] + "\n",
+            "header only": f"{header}\n",
+            "no medians": whole.replace("median_us", "middle"),
+            "a word for a number": whole.replace(first.split(",")[columns.index("ranks") + 3], "soon"),
+        }
+        for name, text in damages.items():
+            path.write_text(text)
+            assert main(["bench", "tables", "--root", str(root), "--check"]) == 2, (path.name, name)
+            said = capsys.readouterr().err
+            assert path.name in said, (path.name, name)
+            assert "found" in said
+            assert "expected" in said
+            assert "fix: " in said
+        path.write_text(whole)
+
+
 BAD_STEPS = {
     "--alive": (["--alive", "2"], "--alive: found 2, expected at least 3"),
     "--profiled-steps": (["--profiled-steps", "0"], "--profiled-steps: found 0, expected 1 to 50"),
@@ -240,6 +265,7 @@ def test_the_gpu_scripts_say_how_they_are_called(tmp_path: Path, script: str) ->
         ([], usage),
         (["--help"], usage),
         (["x", "1h"], f"{usage}; found 1h, expected a whole number"),
+        (["x", "1234567890"], f"{usage}; found 1234567890, expected at most nine digits"),
     ):
         done = subprocess.run(
             [str(ROOT / "profiles" / script), *words],
@@ -250,6 +276,12 @@ def test_the_gpu_scripts_say_how_they_are_called(tmp_path: Path, script: str) ->
             cwd=tmp_path,
         )
         assert (done.returncode, done.stdout, done.stderr) == (2, "", text + "\n")
+
+
+def test_seconds_are_decimal(tmp_path: Path) -> None:
+    done, calls = _gpu_run(tmp_path, "08", "unshard_w2")
+    assert (done.returncode, calls) == (1, [])
+    assert done.stdout == "unshard_w2: not started, about 30 s are needed and 8 s are left\n"
 
 
 def test_the_gpu_script_goes_on_and_says_what_is_missing(tmp_path: Path) -> None:

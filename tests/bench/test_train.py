@@ -46,7 +46,8 @@ def test_runs_become_rows_and_a_failed_one_costs_only_itself(
     for line in (symm, plain):
         assert (line["name"], line["ranks"], line["n"]) == ("train_debug_dense_cpu", "2", "2")
         assert 0 < float(line["min_us"]) <= float(line["median_us"]) <= float(line["max_us"])
-        assert float(line["tokens_per_s"]) == pytest.approx(64 / float(line["median_us"]) * 1e6, rel=0.5)
+        # Of other steps than the median's, on a machine that may be busy: only the unit is sure.
+        assert 0.1 < float(line["tokens_per_s"]) / (64 / float(line["median_us"]) * 1e6) < 10
         assert len(line["losses"].split("; ")) == 7
         assert line["dtype"] == "bfloat16/float32"
         assert line["overrides"] == "training.seq_len=64 training.local_batch_size=1"
@@ -240,7 +241,7 @@ def test_types_come_from_the_overrides_then_the_file(tmp_path: Path) -> None:
     [
         ("", "Is a directory"),
         ("file/x.csv", "found"),
-        ("old.csv", "found columns ['a', 'b'], expected ['name', 'variant'] among them"),
+        ("old.csv", "found columns ['a', 'b'], expected ['name', 'variant', 'ranks', "),
         ("binary.csv", "found no CSV"),
     ],
 )

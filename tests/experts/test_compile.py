@@ -99,6 +99,33 @@ def test_module_fullgraph(ranks2: Ranks, implementation: str) -> None:
     ranks2.run(_compiled_module, implementation)
 
 
+def _compiled_at_once(implementation: str) -> str:
+    """Nothing made buffers before the first compiled call."""
+    torch._dynamo.reset()
+    bounded = {"max_tokens_per_rank": 6, "overflow": "drop", "recv_capacity_per_rank": 64}
+    case = Case(tokens=(6, 6), implementation=implementation, config=bounded)
+    model = build(case)
+    batch = make_batch(case, dist.get_rank())
+    arguments = batch.tokens, batch.ids, batch.weights
+    with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+        torch.compile(model, fullgraph=True, backend="eager")(*arguments)
+    torch._dynamo.reset()
+    broken = torch.compile(model, backend="eager")
+    answer = broken(*arguments)  # a break in the graph makes them
+    assert torch.equal(answer, model(*arguments))
+    ep_finalize()
+    assert torch.equal(answer, broken(*arguments)), "and again once they are gone"
+    ep_finalize()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "copy_engine_exact", "all_to_all"])
+def test_a_first_call_that_is_compiled(ranks2: Ranks, implementation: str) -> None:
+    for text in ranks2.run(_compiled_at_once, implementation):
+        assert "buffers of experts are made with all ranks, outside of compiled code" in text
+        assert "call the module once without torch.compile, also after ep_finalize()" in text
+
+
 def _schemas() -> None:
     """torch's own checks of the operators: schema, mutation, fakes, autograd registration."""
     bootstrap(overflow="drop", recv_capacity_per_rank=32)

@@ -208,6 +208,7 @@ def _calls() -> dict[str, str]:
     refused("ids_k", lambda: ep_prepare(buffer, ids[:, :1]))
     refused("ids_rows", lambda: ep_dispatch(buffer, tokens, ids[:2], weights))
     refused("tokens_dtype", lambda: ep_dispatch(buffer, tokens.float(), ids, weights))
+    refused("tokens_double", lambda: ep_dispatch(buffer, tokens.double(), ids, weights))
     refused("tokens_width", lambda: ep_dispatch(buffer, tokens[:, :5], ids, weights))
     refused("tokens_dim", lambda: ep_dispatch(buffer, tokens.view(2, 2, H), ids, weights))
     refused("weights_dtype", lambda: ep_dispatch(buffer, tokens, ids, weights.bfloat16()))
@@ -250,6 +251,7 @@ CALLS = {
     "ids_flat": r"topk_idx.*found: shape \[8\].*\[tokens, 2\]",
     "ids_k": r"topk_idx.*found: shape \[4, 1\]",
     "ids_rows": r"topk_idx.*found: shape \[2, 2\].*\[4, 2\]",
+    "tokens_double": r"tokens.*found: torch.float64.*fix: cast the tokens$",
     "tokens_dtype": r"tokens.*found: torch.float32.*torch.bfloat16 \(payload_dtype\).*cast",
     "tokens_width": r"tokens.*found: shape \[4, 5\].*\[tokens, 32\]",
     "tokens_dim": r"tokens.*found: shape \[2, 2, 32\].*flatten",

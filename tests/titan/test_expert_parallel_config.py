@@ -41,6 +41,14 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
         {"recv_capacity_factor": "1.5", "recv_capacity_per_rank": "64"},
         f"{KEY}.recv_capacity_factor: found 1.5 beside recv_capacity_per_rank = 64; allowed: one of the two",
     ),
+    "more tokens than a size holds": (
+        {"max_tokens_per_rank": "99999999999999999999"},
+        f"{KEY}.max_tokens_per_rank: found 99999999999999999999; allowed: at most {2**40}",
+    ),
+    "a factor beyond all rows": (
+        {"recv_capacity_factor": "1e308"},
+        f"{KEY}.recv_capacity_factor: found 1e+308, inf rows of 768 in an even share; allowed: at most {2**40} rows",
+    ),
     "timeout": ({"timeout_s": "0"}, f"{KEY}.timeout_s: found 0.0; allowed: a finite number of seconds above 0"),
     "unknown policy": (
         {"overflow": "rais"},
@@ -87,13 +95,21 @@ def test_what_makes_no_sense_is_refused_with_its_key(name: str) -> None:
     assert str(refused.value) == f"command line: {message}"
 
 
-def test_a_degree_that_does_not_divide_the_experts() -> None:
+@pytest.mark.parametrize("degree", [3, 0, -2])
+def test_a_degree_that_does_not_divide_the_experts(degree: int) -> None:
     with pytest.raises(ConfigError) as refused:
-        load(MOE, ["--parallelism.expert_parallel_degree", "3"])
+        load(MOE, ["--parallelism.expert_parallel_degree", str(degree)])
     assert str(refused.value) == (
-        "command line: parallelism.expert_parallel_degree: found 3 for the 8 experts of"
-        " layers.1.moe.routed_experts; allowed: a divisor of 8"
+        f"command line: parallelism.expert_parallel_degree: found {degree} for the 8 experts of"
+        " layers.1.moe.routed_experts; allowed: a divisor of 8, from 1 on"
     )
+
+
+@pytest.mark.parametrize("key", ["seq_len", "local_batch_size"])
+def test_a_batch_without_tokens(key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(MOE, [f"--training.{key}", "0"])
+    assert str(refused.value) == f"command line: training.{key}: found 0; allowed: 1 or more"
 
 
 def test_spmd_types_are_not_checked_through_our_operators() -> None:
