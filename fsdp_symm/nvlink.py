@@ -10,7 +10,7 @@ def active_nvlinks() -> dict[str, int] | None:
     """Active links of each GPU of this machine, by UUID as torch writes it, in NVML's order.
 
     Returns:
-        ``None`` without ``pynvml``, or where NVML itself cannot be had: a machine without NVIDIA's driver.
+        ``None`` without ``pynvml``, or where NVML cannot be asked: no driver, a GPU that is lost or not this user's.
     """
     try:
         nvml: Any = importlib.import_module("pynvml")
@@ -18,13 +18,13 @@ def active_nvlinks() -> dict[str, int] | None:
         return None
     try:
         nvml.nvmlInit()
+        try:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            return {_uuid(nvml, handle): _links(nvml, handle) for handle in handles}
+        finally:
+            nvml.nvmlShutdown()
     except nvml.NVMLError:
         return None
-    try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        return {_uuid(nvml, handle): _links(nvml, handle) for handle in handles}
-    finally:
-        nvml.nvmlShutdown()
 
 
 def _uuid(nvml: Any, handle: Any) -> str:

@@ -337,13 +337,18 @@ def test_links_from_nvml(monkeypatch):
     assert not fake.open
 
 
-def test_a_machine_without_the_driver_has_no_links(monkeypatch, tmp_path):
+@pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetHandleByIndex"])
+def test_links_of_a_machine_that_nvml_cannot_be_asked_about(monkeypatch, tmp_path, call):
+    def refuse(*_):
+        raise ValueError("driver not loaded, GPU is lost, no permission")
+
     fake = FakeNvml()
-    fake.nvmlInit = lambda: (_ for _ in ()).throw(ValueError("driver not loaded"))  # type: ignore[method-assign]
+    setattr(fake, call, refuse)
     monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert active_nvlinks() is None
     assert machine.nvlink() == NvLink()
+    assert not fake.open
 
 
 def test_links_from_nvidia_smi_or_nobody(monkeypatch, tmp_path):
