@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_symm import SymmMemAllGather, SymmMemArena, SymmMemReduceScatter, compat, set_symm_mem_for_comm
-from fsdp_symm.errors import SymmMemError, SymmMemMemoryError, SymmMemPeerError
+from fsdp_symm.errors import SymmMemError, SymmMemMemoryError, SymmMemPeerError, SymmMemTimeoutError
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
 from fsdp_symm.plan import Ring
 from tests.harness import Ranks
@@ -229,35 +229,64 @@ def test_ranks_that_keep_starting_over_are_told_so(ranks2: Ranks) -> None:
         assert "fix: look for what interrupts those ranks" in text
 
 
-def _interrupted_while_writing(write: int) -> int:
-    """A signal arrives in the middle of rank 0's first words to its peers; it tries again at once."""
+def _interrupted_while_writing(write: int, seen: bool) -> tuple[list[str], int]:
+    """A signal arrives right behind rank 0's words to rank 1, before or after that has seen them; it tries again."""
     from fsdp_symm import rendezvous
 
-    real, count = rendezvous._Seat._write, 0
+    store, errors = compat.default_store(), []
+    write_, collect, count = rendezvous._Seat._write, rendezvous._Seat.collect, 0
 
     def signalled(seat: Any, *arguments: Any) -> None:
         nonlocal count
         count += 1
-        real(seat, *arguments)
+        write_(seat, *arguments)
         if count == write:
+            if seen:
+                store.wait(["seen"])
             raise KeyboardInterrupt
+
+    def watched(seat: Any, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == write and not seen:
+            store.wait(["left"])
+        answer = collect(seat, *arguments)
+        if count == write and seen:
+            store.set("seen", "")
+            store.wait(["left"])
+        return answer
 
     if dist.get_rank() == 0:
         rendezvous._Seat._write = signalled  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             _arena()
-        rendezvous._Seat._write = real  # type: ignore[method-assign]
-    for _ in range(2):
-        arena = _arena()
-        arena.close()
-    return len(os.listdir("/proc/self/fd"))
+        rendezvous._Seat._write = write_  # type: ignore[method-assign]
+        store.set("left", "")
+    else:
+        rendezvous._Seat.collect = watched  # type: ignore[method-assign]
+    for _ in range(3):
+        try:
+            _arena(timeout_s=3.0).close()
+        except SymmMemTimeoutError as error:
+            errors.append(str(error))
+    rendezvous._Seat.collect = collect  # type: ignore[method-assign]
+    return errors, len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("write", [1, 2])
 def test_a_signal_while_a_rank_takes_its_place_loses_no_count(ranks2: Ranks, write: int) -> None:
-    before = ranks2.run(_interrupted_while_writing, write)
-    after = ranks2.run(_interrupted_while_writing, write)
-    assert all(now <= then for now, then in zip(after, before, strict=True)), f"left open: {before}, then {after}"
+    first, before, after = (ranks2.run(_interrupted_while_writing, write, False) for _ in range(3))
+    assert [errors for errors, _ in first + before + after] == [[]] * 6
+    left = f"{before}, then {after}"  # the first in a process opens what stays open
+    assert all(now <= then for (_, now), (_, then) in zip(after, before, strict=True)), left
+
+
+def test_a_signal_behind_the_last_word_costs_one_attempt(ranks2: Ranks) -> None:
+    """Rank 1 has what it waited for, and no word can tell it in time that rank 0 has not: both say so, and go on."""
+    (waiting, *more), (closing, *others) = (errors for errors, _ in ranks2.run(_interrupted_while_writing, 2, True))
+    assert (more, others) == ([], [])
+    assert "mapping the ranks' segments: ranks [1] of group [0, 1] did not arrive within 3 s" in waiting
+    assert "ranks [0] have not called close()" in closing
 
 
 def _gave_up() -> tuple[str, float]:
