@@ -622,7 +622,7 @@ def test_a_module_unfrozen_later_is_served_and_counted(ranks2: Ranks) -> None:
 
 def _peer_closed() -> str:
     model = build(Options())
-    handle = set_symm_mem_for_comm(model, timeout_s=20)
+    handle = set_symm_mem_for_comm(model, timeout_s=60)
     train_step(model, torch.optim.SGD(model.parameters(), 0.1), 0, Options())
     dist.barrier()
     if dist.get_rank() == 1:
@@ -632,7 +632,7 @@ def _peer_closed() -> str:
     start = time.monotonic()
     with pytest.raises(SymmMemPeerError) as caught:
         train_step(model, torch.optim.SGD(model.parameters(), 0.1), 1, Options())
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 40, "not the 60 seconds of the timeout"
     handle.abandon("test over")
     return str(caught.value)
 

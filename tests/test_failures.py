@@ -86,7 +86,7 @@ def test_a_stuck_rank_is_named_after_the_timeout() -> None:
 
 def _raise_in_forward() -> None:
     model = build(Options())
-    with set_symm_mem_for_comm(model, timeout_s=30):
+    with set_symm_mem_for_comm(model, timeout_s=60):
         train_step(model, torch.optim.SGD(model.parameters(), 0.1), 0, Options())
         if dist.get_rank() == 1:
             raise KeyError("a user's own bug")
@@ -96,7 +96,7 @@ def _raise_in_forward() -> None:
 def test_a_rank_that_raises_inside_the_handle_tells_the_others(ranks2: Ranks) -> None:
     start = time.monotonic()
     first, second = ranks2.failures(_raise_in_forward)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 40, "not the 60 seconds of the timeout"
     assert second.kind == "KeyError"
     assert first.kind == "SymmMemPeerError"
     assert 'rank 1 reported: KeyError: "a user\'s own bug"' in first.text

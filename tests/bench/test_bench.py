@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -281,13 +282,13 @@ def test_the_gpu_scripts_say_how_they_are_called(tmp_path: Path, script: str) ->
 def test_seconds_are_decimal(tmp_path: Path) -> None:
     done, calls = _gpu_run(tmp_path, "08", "unshard_w2")
     assert (done.returncode, calls) == (1, [])
-    assert done.stdout == "unshard_w2: not started, about 30 s are needed and 8 s are left\n"
+    assert re.fullmatch(r"unshard_w2: not started, about 30 s are needed and [678] s are left\n", done.stdout)
 
 
 def test_the_gpu_script_goes_on_and_says_what_is_missing(tmp_path: Path) -> None:
     done, calls = _gpu_run(tmp_path, FAIL="unshard_w2")
     assert done.returncode == 1
-    assert "unshard_w2: failed after 0 s, see" in done.stdout
+    assert re.search(r"^unshard_w2: failed after \d+ s, see", done.stdout, re.M)
     assert (tmp_path / "out/unshard_w2.log").read_text() == "no luck\n"
     done, again = _gpu_run(tmp_path)
     assert (done.returncode, len(again)) == (0, 1)
@@ -299,7 +300,7 @@ def test_the_gpu_script_goes_on_and_says_what_is_missing(tmp_path: Path) -> None
     assert done.returncode == 1
     started = [call.split(" bench ")[1].split()[0] for call in calls]
     assert started == [*["unshard"] * 2, *["train"] * 6]  # the others would take longer
-    assert "fsdp_step_w2: not started, about 110 s are needed and 65 s are left" in done.stdout
+    assert re.search(r"^fsdp_step_w2: not started, about 110 s are needed and \d+ s are left$", done.stdout, re.M)
 
 
 CHECKED = """#!/bin/bash
@@ -344,9 +345,9 @@ def test_the_gpu_checks_name_what_failed_and_what_did_not_run(tmp_path: Path) ->
     assert printed[-1] == "parity: 9 passed"
     fresh = tmp_path / "fresh"
     fresh.mkdir()
-    printed, status, calls = _gpu_checks(fresh, "70")
+    printed, status, calls = _gpu_checks(fresh, "125")  # a minute more than any check that must start
     assert status == 1
-    assert "experts: not started, about 250 s are needed and 70 s are left" in printed
+    assert re.search(r"^experts: not started, about 250 s are needed and \d+ s are left$", "\n".join(printed), re.M)
     assert "experts: NOT RUN" in printed
     assert len(calls) == 3 + 5 + 2, "three training runs with five claims, and two short tests"
 

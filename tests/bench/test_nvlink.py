@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -237,8 +238,8 @@ def test_the_script_says_what_the_commands_take(
 def test_the_script_goes_on_after_a_failure_and_within_its_time(tmp_path: Path) -> None:
     done, calls = _run(tmp_path, FAIL="--variants plain")
     assert done.returncode == 1
-    assert f"train_llama3_8b_plain_w2: failed after 0 s, see {tmp_path}/out/" in done.stdout
-    assert "train_llama3_8b_native_w2: 0 s" in done.stdout
+    assert re.search(rf"^train_llama3_8b_plain_w2: failed after \d+ s, see {tmp_path}/out/", done.stdout, re.M)
+    assert re.search(r"^train_llama3_8b_native_w2: \d+ s$", done.stdout, re.M)
     assert (tmp_path / "out/train_llama3_8b_plain_w2.log").read_text() == "no luck\n"
     done, again = _run(tmp_path)
     assert (done.returncode, len(again)) == (0, 5)  # plain of four models, and the table
