@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_symm.memory.arena import SymmMemArena
 
@@ -251,6 +252,29 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int, options:
 def grads(model: nn.Module) -> list[torch.Tensor | None]:
     """Local gradients, copied."""
     return [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
+
+
+def held_bytes(*models: Any) -> int:
+    """Bytes that this process holds on the device between two steps, the models resharded and without gradients.
+
+    On a GPU all that torch has allocated, symmetric memory included, but for tables of addresses (int64, as nothing
+    else here is): caches of bounded size keep them. On the CPU, where nothing counts, all tensors that own memory.
+    """
+    for module in (module for model in models for module in model.modules()):
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        for param in module.parameters(recurse=False):
+            param.grad = None
+    gc.collect()
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    tensors = [t for t in found if not isinstance(t, DTensor) and t.device.type == DEVICE]
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what another stream used last is given back now
+        tables = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.dtype == torch.int64}
+        return torch.cuda.memory_allocated() - sum(-(-nbytes // 512) * 512 for nbytes in tables.values())
+    storages = [storage for t in tensors if (storage := t.untyped_storage()).resizable()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def poison(arenas: tuple[SymmMemArena, ...]) -> None:

@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from fsdp_symm import set_symm_mem_for_comm
 from tests.harness import Ranks
-from tests.models import WAYS, Options, batch, build, grads, poison
+from tests.models import DEVICE, WAYS, Options, batch, build, grads, held_bytes, poison
 
 SEED = int(os.environ.get("FSDP_SYMM_SEED", "20261129"))
 MODELS, STEPS = 10, 30
 MODELS_4, STEPS_4 = int(os.environ.get("FSDP_SYMM_RANDOM_MODELS_4", "3")), 20  # HSDP on four ranks
+SMALLEST_BLOCK = 512 if DEVICE == "cuda" else 1  # of torch's allocator, bytes: a tensor leaked a step is more than that
 
 
 def _random_options(rng: random.Random, hsdp: bool) -> Options:
@@ -86,6 +87,7 @@ def _program(seed: int, steps: int = STEPS, hsdp: bool = False) -> dict[str, int
     start_bytes = handle.stats().arena_bytes
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 0.01) for m in (plain, model)]
     own = random.Random(seed + dist.get_rank())
+    held: list[int] = []
     calls = 0
     for step in range(steps):
         step_seed = rng.randrange(10**9)
@@ -101,6 +103,8 @@ def _program(seed: int, steps: int = STEPS, hsdp: bool = False) -> dict[str, int
         set_to_none = rng.random() < 0.5
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
+        if (step + 1) % (steps // 5) == 0:
+            held.append(held_bytes(plain, model))
         if rng.random() < 0.05:  # off for a while, with the memory still held
             handle.disable()
             calls += sum(handle.stats().calls["all_gather"].values())
@@ -109,6 +113,8 @@ def _program(seed: int, steps: int = STEPS, hsdp: bool = False) -> dict[str, int
             assert handle.stats().arena_bytes == start_bytes, where
     calls += sum(handle.stats().calls["all_gather"].values())
     assert "plain" not in handle.stats().calls["all_gather"]
+    # The first fifth makes optimizer states and what streams keep. Then less than one block of the allocator a step.
+    assert max(held[1:]) - held[0] < SMALLEST_BLOCK * (steps - steps // 5), f"seed {seed}: bytes held {held}, {options}"
     handle.close()
     return {"all_gathers": calls}
 
