@@ -220,13 +220,14 @@ def packed_nbytes(nbytes: Sequence[int]) -> int:
 def slots_needed(lane: Lane, *, schedule_slots: int, input_buffers: int, groups_per_module: int) -> int:
     """How many slots a lane's ring needs (FSDP2's rules, read in torch 2.13-2.15).
 
-    All-gather and unshard: what the replay of the prefetch lists says (:mod:`fsdp_symm.schedule`), and never less than
-    the output just copied out plus one prefetched module (1 + G). Reduce-scatter: K inputs are kept, and only a
-    module's last param group reclaims (K - 1 + G).
+    All-gather: what the replay of the prefetch lists says (:mod:`fsdp_symm.schedule`), and never less than the output
+    just copied out plus one prefetched module (1 + G). Unshard: two for any program, since a slot is free as soon as
+    peers have pulled it, and pulls follow one another: one is pulled while the next one is filled. Reduce-scatter: K
+    inputs are kept, and only a module's last param group reclaims (K - 1 + G).
     """
-    if lane != "reduce_scatter":
+    if lane == "all_gather":
         return max(schedule_slots, 1 + groups_per_module)
-    return input_buffers - 1 + groups_per_module
+    return 2 if lane == "unshard" else input_buffers - 1 + groups_per_module
 
 
 def _align(nbytes: int, boundary: int = SLOT_ALIGNMENT_BYTES) -> int:

@@ -229,8 +229,8 @@ def _two_param_groups() -> Any:
 def test_several_param_groups_a_module(ranks4: Ranks) -> None:
     rows, calls = ranks4.run(_two_param_groups)[0]
     assert {(r.role, r.ranks, r.slots) for r in rows} == {
-        ("all_gather", (0, 2), 3),
-        ("all_gather", (0, 1), 3),
+        ("all_gather", (0, 2), 2),
+        ("all_gather", (0, 1), 2),
         ("reduce_scatter", (0, 2), 2),
         ("reduce_scatter", (0, 1), 2),
     }
@@ -523,6 +523,18 @@ def test_longer_prefetch_set_later_needs_no_slots_under_direct_placement(ranks2:
     texts, calls = ranks2.run(_late_change, "prefetch_direct", True)[0]
     assert texts == []
     assert calls["all_gather"] == {"host": 22}
+
+
+def _gather_slots(prefetch: int, switch: dict[str, Any]) -> int:
+    with set_symm_mem_for_comm(build(Options(blocks=5, prefetch=prefetch)), **switch) as handle:
+        return next(row.slots for row in handle.report.rows if row.role == "all_gather")
+
+
+def test_direct_placement_has_two_slots_whatever_is_prefetched(ranks2: Ranks) -> None:
+    for prefetch in (0, 1, 3):
+        assert ranks2.run(_gather_slots, prefetch, {}) == [2, 2]
+    assert ranks2.run(_gather_slots, 3, {"slots": 5}) == [5, 5]
+    assert ranks2.run(_gather_slots, 3, {"all_gather": "staged"}) == [4, 4], "outputs live until they are copied out"
 
 
 def test_more_input_buffers_set_later_are_a_named_shortage(ranks2: Ranks) -> None:
