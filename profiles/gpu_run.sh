@@ -37,8 +37,8 @@ benchmarks() {
   shared experts_w4 4 150 experts --device cuda --experts 64x6 --tokens 4096 --hidden 2048
   training 2 35 debug_dense_gpu "symm plain native"
   training 2 35 debug_moe_gpu "symm+copy_engine plain+torchtitan native+torchtitan"
-  shared reduce_scatter_w2 2 70 reduce-scatter --mib 64,128 --pieces 4,8
-  shared reduce_scatter_w4 4 80 reduce-scatter --mib 64 --pieces 4,8
+  shared reduce_scatter_w2 2 110 reduce-scatter --mib 8,32,64,128,256 --pieces 4,8
+  shared reduce_scatter_w4 4 140 reduce-scatter --mib 8,32,64,128,256 --pieces 4,8
   shared fsdp_step_d2048_w2 2 100 fsdp-step --widths 2048x4 --steps 10 --profiled-steps 5
   shared experts_more_w2 2 150 experts --device cuda --experts 8x2,128x8 --tokens 1024,8192 --hidden 7168
 }
