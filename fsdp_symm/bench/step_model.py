@@ -1,6 +1,6 @@
 """The step that the step benchmark takes: a stack of Llama-like blocks under FSDP2, in six variants.
 
-Legend: W ranks, D model width, T tokens a rank, B batch of 1024-token sequences, S their length.
+Legend: W ranks, D model width, T tokens a rank, B batch of sequences, S their length, 1024 tokens at most.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def build(variant: str, width: int, blocks: int, tokens: int, device: torch.devi
             module.set_custom_reduce_scatter(NoReduce())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     torch.manual_seed(100 + dist.get_rank())
-    x = torch.randn(tokens // 1024, 1024, width, device=device, dtype=torch.bfloat16)
+    length = min(tokens, 1024)
+    x = torch.randn(tokens // length, length, width, device=device, dtype=torch.bfloat16)
 
     def step() -> torch.Tensor:
         loss = model(x).float().square().mean()

@@ -104,7 +104,7 @@ def test_products_are_compared_with_the_floor_s() -> None:
 
 
 def test_a_run_without_a_gpu(tmp_path: Path) -> None:
-    bench = StepBench(2, ((128, 2),), 1024, 2, tmp_path / "traces", 2, 3, "cpu")
+    bench = StepBench(2, ((128, 2),), 64, 2, tmp_path / "traces", 2, 3, "cpu")
     lines = fsdp_step.measure(bench, "the command")
     first, second = ["plain", "staged", "floor"], ["direct", "direct+pulls", "floor"]
     assert [(x["variant"], x["group"]) for x in lines] == [(v, 1) for v in first] + [(v, 2) for v in second]
@@ -134,7 +134,7 @@ def _host_calls(world: World, variants: list[str]) -> list[tuple[int, int, int]]
     """How many calls are timed in two steps of each variant; afterwards FSDP2's functions are its own again."""
     found = []
     for variant in variants:
-        program = build(variant, 128, 3, 1024, world.device)
+        program = build(variant, 128, 3, 64, world.device)
         program.run(1)
         natives = [group.native for group in compat.param_groups(program.model)]
         before = compat_unshard._groups.foreach_reduce
@@ -166,7 +166,7 @@ def test_without_a_sample_there_is_no_host_time() -> None:
 
 def _released(world: World, variants: list[str]) -> list[bool]:
     """Whether programs are gone once they are released."""
-    bench = StepBench(2, ((128, 1),), 1024, 1, device_type="cpu")
+    bench = StepBench(2, ((128, 1),), 64, 1, device_type="cpu")
     programs, _ = fsdp_step._start(world, bench, 128, 1, variants)
     alive = [weakref.ref(parameter) for p in programs.values() for parameter in p.model.parameters()]
     assert all(ref() is not None for ref in alive)
