@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 REPO = Path(__file__).parents[2]
-STEPS = 8
+STEPS = 6
 EXCHANGES = ("dispatch", "combine")  # of experts
 OLD_TRACE = "traces/rank0_step10.json.gz"
 # Small steps; bfloat16 as shipped.
