@@ -13,7 +13,7 @@ from fsdp_symm.memory.nccl_library import peer_addresses_known
 from fsdp_symm.plan import LANES, GroupPlan, Lane
 
 # Conditions that concern NCCL's all-gathers on copy engines and nothing else.
-_STAGED_ONLY = ("policy_not_zero", "policy_differs", "two_rank_nvls_hang", "nccl_no_copy_engine")
+STAGED_ONLY = frozenset(("policy_not_zero", "policy_differs", "two_rank_nvls_hang", "nccl_no_copy_engine"))
 # Conditions that concern NCCL's collectives: our own copies need peer access, whatever it runs over.
 _NCCL_ONLY = ("no_nvlink_domain",)
 # All that stands in the way of torch's peer memory, which needs no NCCL.
@@ -96,13 +96,13 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
     if dedicated and facts.policy_source == "config":  # NCCL_CTA_POLICY would beat the dedicated one's options too
         facts = dataclasses.replace(facts, policies=("zero",) * len(facts.policies))
     # Only NCCL's own copy-engine all-gathers need a policy, and can hang in pairs.
-    staged = _staged(facts)
+    staged = why_staged(facts)
     gathers = any(
         ring.role == "all_gather" or (staged and ring.role == "unshard") for plan in plans for ring in plan.rings
     )
     way = "nccl" if staged else reduce_way(plans, reduce_scatter)
     nccl = gathers or (way == "nccl" and any(ring.role == "reduce_scatter" for plan in plans for ring in plan.rings))
-    unconcerned = (*(() if gathers else _STAGED_ONLY), *(() if nccl else _NCCL_ONLY))
+    unconcerned = (*(() if gathers else STAGED_ONLY), *(() if nccl else _NCCL_ONLY))
     findings = [f for f in guards.findings(facts) if f.code not in unconcerned]
     blocks = [f.text for f in findings if f.severity == "blocks"]
     engines: dict[Lane, tuple[str, str]] = {role: guards.expected_engine(facts, role) for role in ROLES}
@@ -145,7 +145,7 @@ def _judge_peer_memory(plan: GroupPlan, timeout_s: float) -> Verdict:
     )
 
 
-def _staged(facts: guards.GroupFacts) -> str | None:
+def why_staged(facts: guards.GroupFacts) -> str | None:
     """Why copy engines cannot reach every peer's memory from here."""
     if facts.num_hosts > 1:
         return f"the group spans {facts.num_hosts} hosts"

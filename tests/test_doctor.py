@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -69,12 +70,13 @@ def test_under_torchrun_it_probes_the_group_once(launched):
     (group,) = json.loads(launched.stdout)["groups"]
     assert (group["ranks"], group["device"], group["backend"]) == ([0, 1], "cpu", "host")
     assert group["findings"] == []
-    assert [c["kind"] for c in group["collectives"]] == ["all_gather", "all_to_all", "reduce_scatter"]
+    ways = [("all_gather", "staged"), ("all_gather", "direct"), ("all_to_all", ""), ("reduce_scatter", "")]
+    assert [(c["kind"], c["way"]) for c in group["collectives"]] == ways
     for row in group["collectives"]:
         assert row["correct"] is True
         assert row["time_us"] > 0
         assert row["error"] == ""
-    assert [c["engine"] for c in group["collectives"] if c["buffers"] == "arena"] == ["host", "host"]
+    assert [c["engine"] for c in group["collectives"] if c["buffers"] == "arena"] == ["host"] * 3
 
 
 @pytest.mark.parametrize(
@@ -129,13 +131,13 @@ def test_a_group_that_exists_is_probed_and_kept(ranks2):
 def wrong_on_rank_1() -> tuple[int, str]:
     import torch.distributed as dist
 
-    true = probe.Probe._equal
+    true = probe.Calls._equal
     if dist.get_rank() == 1:
-        probe.Probe._equal = lambda *_: False  # type: ignore[method-assign]
+        probe.Calls._equal = lambda *_: False  # type: ignore[method-assign]
     try:
         return doctor("--json", "--timeout", "60", "--device", "cpu")[:2]
     finally:
-        probe.Probe._equal = true  # type: ignore[method-assign]
+        probe.Calls._equal = true  # type: ignore[method-assign]
 
 
 def test_a_wrong_result_on_any_rank_fails_on_all(ranks2):
@@ -143,7 +145,7 @@ def test_a_wrong_result_on_any_rank_fails_on_all(ranks2):
     assert (first, second) == (1, 1)
     report = json.loads(text)
     assert report["status"] == "failed"
-    assert [c["correct"] for c in report["groups"][0]["collectives"]] == [False, False, False]
+    assert [c["correct"] for c in report["groups"][0]["collectives"]] == [False] * 4
 
 
 def one_rank_stays_away() -> tuple[int, str]:
@@ -182,11 +184,11 @@ def no_arena() -> tuple[int, str]:
 def test_an_arena_that_cannot_be_had_fails_its_collectives_only(ranks2):
     (status, text), (other, _) = ranks2.run(no_arena)
     assert (status, other) == (1, 1)
-    rows = {c["kind"]: c for c in json.loads(text)["groups"][0]["collectives"]}
-    assert (rows["all_to_all"]["correct"], rows["all_to_all"]["error"]) == (True, "")
-    for kind in ("all_gather", "reduce_scatter"):
-        assert rows[kind]["error"] == "rank 0: RuntimeError: no memory on rank 0"
-        assert rows[kind]["engine"] == "not_run"
+    for row in json.loads(text)["groups"][0]["collectives"]:
+        if row["kind"] == "all_to_all":
+            assert (row["correct"], row["error"]) == (True, "")
+        else:
+            assert (row["engine"], row["error"]) == ("not_run", "rank 0: RuntimeError: no memory on rank 0")
 
 
 def no_trace_on_rank_1() -> tuple[int, str]:
@@ -209,7 +211,7 @@ def test_a_trace_that_one_rank_cannot_write_stops_nobody(ranks2):
     (status, text), (other, _) = ranks2.run(no_trace_on_rank_1)
     assert (status, other) == (0, 0)
     rows = json.loads(text)["groups"][0]["collectives"]
-    assert [(r["correct"], r["engine"]) for r in rows] == [(True, "mixed")] * 3
+    assert [(r["correct"], r["engine"]) for r in rows] == [(True, "mixed")] * 4
 
 
 def blocked_on_rank_1() -> tuple[int, str]:
@@ -227,9 +229,65 @@ def blocked_on_rank_1() -> tuple[int, str]:
 def test_what_one_rank_must_not_do_none_tries(ranks2):
     (status, text), _ = ranks2.run(blocked_on_rank_1)
     assert status == 0
-    rows = {c["kind"]: c for c in json.loads(text)["groups"][0]["collectives"]}
-    assert (rows["all_gather"]["engine"], rows["all_gather"]["correct"]) == ("not_run", None)
-    assert rows["all_to_all"]["correct"] is True
+    rows = {(c["kind"], c["way"]): c for c in json.loads(text)["groups"][0]["collectives"]}
+    for key in (("all_gather", "staged"), ("reduce_scatter", "")):
+        assert (rows[key]["engine"], rows[key]["correct"]) == ("not_run", None)
+    # what can hang NCCL's all-gathers does not stand in the way of direct placement
+    assert rows["all_to_all", ""]["correct"] is rows["all_gather", "direct"]["correct"] is True
+
+
+class FakeArena:
+    made: ClassVar[list[FakeArena]] = []
+
+    def __init__(self, group, rings, *, backend, timeout_s, device):
+        self.rings, self.backend, self.device = rings, backend, device
+        self.segment = SimpleNamespace(timeout_s=timeout_s)
+        FakeArena.made.append(self)
+
+    def close(self):
+        raise SymmMemTimeoutError("ranks [1] have not called close()")
+
+
+@pytest.mark.parametrize(
+    ("blocked", "unreachable", "measured"),
+    [
+        (set(), None, ["", "staged", "nccl", "direct", "copy_engine"]),
+        ({"policy_differs"}, None, ["", "direct", "copy_engine"]),
+        ({"driver_too_old"}, None, [""]),
+        (set(), "the group spans 2 hosts", ["", "staged", "nccl"]),
+        ({"no_nccl"}, None, []),
+    ],
+)
+def test_on_gpus_each_way_is_probed_unless_something_stands_in_its_way(monkeypatch, blocked, unreachable, measured):
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    mine = probe.Probe(group, torch.device("cuda", 1), timeout_s=7.0)  # type: ignore[arg-type]
+    seen: list[CollectiveRow] = []
+    monkeypatch.setattr(probe, "SymmMemArena", FakeArena)
+    monkeypatch.setattr(probe, "why_staged", lambda _: unreachable)
+    monkeypatch.setattr(FakeArena, "made", [])
+    for name in ("staged", "placed", "reduce_scatter"):
+        monkeypatch.setattr(probe.Calls, name, lambda *_, **__: None)
+    monkeypatch.setattr(mine, "_measure", lambda row, _: seen.append(row))
+
+    rows = mine._collectives(GroupFacts(), blocked)
+    assert [(r.kind, r.way) for r in rows] == [
+        ("all_gather", "staged"),
+        ("all_gather", "direct"),
+        ("all_to_all", ""),
+        ("reduce_scatter", "nccl"),
+        ("reduce_scatter", "copy_engine"),
+    ]
+    assert [r.expected for r in rows if r.way in ("direct", "copy_engine")] == ["copy_engine"] * 2
+    assert [r.way for r in seen] == measured
+    if unreachable:
+        assert rows[1].reason == unreachable
+    for arena in FakeArena.made:
+        assert {ring.role for ring in arena.rings} == {"all_gather", "unshard", "reduce_scatter"}
+        assert (arena.backend, arena.device.index) == ("nccl", 1)
+        assert arena.segment.timeout_s > 7.0, "the probe gives up before the wire's watchdog ends the process"
+        last = seen[-1]
+        assert last.error == "closing the arena: SymmMemTimeoutError: ranks [1] have not called close()"
+    assert len(FakeArena.made) == (len(measured) > 1)
 
 
 # --- the judge ---------------------------------------------------------------------------------------------

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 from fsdp_symm.doctor.machine import examine
-from fsdp_symm.doctor.probe import PROBE_ERRORS, Probe, one_line
+from fsdp_symm.doctor.probe import PROBE_ERRORS, WATCHDOG_FACTOR, Probe, one_line
 from fsdp_symm.doctor.report import DoctorReport, GroupRow
 from fsdp_symm.doctor.view import show
 from fsdp_symm.zero_cta import zero_cta_options
 
-_WATCHDOG_FACTOR = 5
 _ALONE = "no process group: run it under torchrun to probe (torchrun --nproc-per-node 2 -m fsdp_symm.cli doctor)"
 
 
@@ -130,7 +129,7 @@ def _init(device: torch.device, args: argparse.Namespace) -> None:
     else:
         # Without device_id the communicator is made at the first collective, that is after the guards have spoken.
         # torch's watchdog ends the process at its timeout: late enough for the probe to tell what hung.
-        timeout *= _WATCHDOG_FACTOR
+        timeout *= WATCHDOG_FACTOR
         options = zero_cta_options(timeout) if args.policy == "zero" else None
         dist.init_process_group("nccl", timeout=timeout, pg_options=options)
 

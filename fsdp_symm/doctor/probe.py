@@ -1,14 +1,16 @@
-"""The doctor's probe of one group: three small collectives, verified, profiled and judged. Every wait is bounded."""
+"""The doctor's probe of one group: small collectives, verified, profiled and judged. Every wait is bounded."""
 
 from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +18,24 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_symm import SymmMemAllGather, SymmMemArena, SymmMemReduceScatter, compat
+from fsdp_symm import SymmMemArena, compat
+from fsdp_symm.doctor.calls import CHUNK_BYTES, Calls, Prepare
 from fsdp_symm.doctor.report import CollectiveRow, FindingRow, GroupRow
 from fsdp_symm.errors import SymmMemError, SymmMemTimeoutError, problem
 from fsdp_symm.guards import Finding, GroupFacts, collect, expected_engine, findings
-from fsdp_symm.plan import SLOT_ALIGNMENT_BYTES, Ring
 from fsdp_symm.rendezvous import exchange
+from fsdp_symm.verdict import STAGED_ONLY, why_staged
 
-CHUNK_BYTES = 2**20  # of one rank: large enough for copies to be worth it, small enough to be done at once
-_DTYPE = torch.float32
+WATCHDOG_FACTOR = 5  # how much later than the probe itself a watchdog may give up, and end the process
 _TIMED_CALLS = 5
 _POLL_S = 1e-3
 # findings under which not even a communicator can be made
 _NO_COMMUNICATOR = {"no_nccl", "shared_gpu_refused", "device_mismatch"}
-# Errors of torch's collectives and of this package are RuntimeErrors; ValueError and TypeError come from arguments.
-PROBE_ERRORS = (RuntimeError, ValueError, TypeError, OSError)
+# Errors of torch's collectives and of this package are RuntimeErrors; ValueError and TypeError come from arguments, the
+# last two from triton, which compiles the sum of pulled chunks with the machine's C compiler.
+PROBE_ERRORS = (RuntimeError, ValueError, TypeError, OSError, ImportError, subprocess.SubprocessError)
 
-Call = Callable[[], object]
-Check = Callable[[], bool]
-Prepare = Callable[[], tuple[Call, Check]]  # fills buffers; the call issues the collective, the check judges the result
+Make = Callable[[SymmMemArena], Prepare]
 
 
 @dataclass
@@ -49,10 +50,6 @@ class Probe:
     @property
     def world_size(self) -> int:
         return self.group.size()
-
-    @property
-    def chunk(self) -> int:
-        return CHUNK_BYTES // _DTYPE.itemsize
 
     def row(self) -> GroupRow:
         """Probe the group. Collective over it; all ranks get the same row apart from kernel details.
@@ -76,7 +73,7 @@ class Probe:
             row.collectives = self._merge(self._collectives(facts, self._blocked(found)))
         return row
 
-    # --- the three collectives ---
+    # --- the collectives ---
 
     def _blocked(self, found: tuple[Finding, ...]) -> set[str]:
         """Codes of blocking findings on any rank: what one rank must not do, none may start."""
@@ -91,93 +88,57 @@ class Probe:
         return {code for a in answers for code in json.loads(a)}
 
     def _collectives(self, facts: GroupFacts, blocked: set[str]) -> list[CollectiveRow]:
-        nbytes = self.world_size * CHUNK_BYTES
-        gather = CollectiveRow("all_gather", "arena", nbytes)
-        scatter = CollectiveRow("reduce_scatter", "arena", nbytes)
-        swap = CollectiveRow("all_to_all", "plain", nbytes)
-        self._expect(facts, gather, swap, scatter)
-        if not blocked & _NO_COMMUNICATOR:
-            self._measure(swap, self._all_to_all)
-        if not blocked and not self.hung:
-            self._with_arena(gather, scatter)
-        return [gather, swap, scatter]
-
-    def _expect(self, facts: GroupFacts, gather: CollectiveRow, swap: CollectiveRow, scatter: CollectiveRow) -> None:
-        if self.device.type != "cuda":
-            gather.expected = scatter.expected = "host"
-            gather.reason = scatter.reason = "CPU ranks of one host share memory"
-            swap.reason = "plain tensors: torch's gloo"
-            return
-        engines = expected_engine(facts, "all_gather"), expected_engine(facts, "reduce_scatter")
-        for row, (engine, row.reason) in zip((gather, scatter), engines, strict=True):
+        """Rows in the order of printing. NCCL's on slots, and ours, which other conditions stand in the way of."""
+        calls, cuda = Calls(self.group, self.device), self.device.type == "cuda"
+        swap = self._row("all_to_all", "", "plain_kernel", "plain tensors lie in no window")
+        gather, scatter = self._row("all_gather", "staged"), self._row("reduce_scatter", "nccl")
+        unreachable = why_staged(facts) if cuda else None
+        ours = "copy_engine", unreachable or "peer copies, which need no policy"
+        direct, pulled = self._row("all_gather", "direct", *ours), self._row("reduce_scatter", "copy_engine", *ours)
+        for row, role in zip((gather, scatter), compat.ROLES, strict=True):
+            engine, row.reason = expected_engine(facts, role)
             row.expected = engine.replace(" ", "_")
-        swap.expected, swap.reason = "plain_kernel", "plain tensors lie in no window"
+        usual: list[tuple[CollectiveRow, Make]]
+        usual = [(gather, calls.staged), (scatter, partial(calls.reduce_scatter, way="nccl"))]
+        own: list[tuple[CollectiveRow, Make]]
+        own = [(direct, calls.placed), (pulled, partial(calls.reduce_scatter, way="copy_engine"))]
+        if not cuda:
+            own.pop()  # shared memory has one way to reduce
+            scatter.way, swap.expected, swap.reason = "", "", "plain tensors: torch's gloo"
+            for row in (gather, direct, scatter):
+                row.expected, row.reason = "host", "CPU ranks of one host share memory"
+        if not blocked & _NO_COMMUNICATOR:
+            self._measure(swap, calls.all_to_all)
+        wanted = [] if blocked else usual
+        wanted += [] if unreachable or blocked - STAGED_ONLY else own
+        if wanted and not self.hung:
+            self._with_arena(calls, wanted)
+        return [gather, direct, swap, scatter, *([pulled] if cuda else [])]
 
-    def _with_arena(self, gather: CollectiveRow, scatter: CollectiveRow) -> None:
-        nbytes = -(-self.world_size * CHUNK_BYTES // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
-        rings = [Ring("all_gather", 2, nbytes), Ring("reduce_scatter", 2, nbytes)]
-        extra: dict[str, Any] = {}
-        if self.device.type == "cuda":
-            extra["device"] = self.device
-        backend = "nccl" if self.device.type == "cuda" else "host"
+    def _row(self, kind: str, way: str, expected: str = "", reason: str = "") -> CollectiveRow:
+        buffers = "arena" if way else "plain"
+        return CollectiveRow(kind, buffers, self.world_size * CHUNK_BYTES, way=way, expected=expected, reason=reason)
+
+    def _with_arena(self, calls: Calls, wanted: list[tuple[CollectiveRow, Make]]) -> None:
+        cuda = self.device.type == "cuda"
+        extra: dict[str, Any] = {"device": self.device} if cuda else {}
+        backend = "nccl" if cuda else "host"
         try:
-            arena = SymmMemArena(self.group, rings, backend=backend, timeout_s=self.timeout_s, **extra)
+            arena = SymmMemArena(self.group, calls.rings, backend=backend, timeout_s=self.timeout_s, **extra)
         except PROBE_ERRORS as error:
-            gather.error = scatter.error = one_line(error)
+            for row, _ in wanted:
+                row.error = one_line(error)
             return
-        for row, make in ((gather, self._all_gather(arena)), (scatter, self._reduce_scatter(arena))):
+        if cuda:  # our wire's watchdog would end the process; the probe, which gives up before it, leaves a report
+            arena.segment.timeout_s = WATCHDOG_FACTOR * self.timeout_s
+        for row, make in wanted:
             if not self.hung:
-                self._measure(row, make)
+                self._measure(row, make(arena))
         if not self.hung:
             try:
                 arena.close()
             except SymmMemError as error:
-                scatter.error = scatter.error or f"closing the arena: {one_line(error)}"
-
-    def _all_gather(self, arena: SymmMemArena) -> Prepare:
-        comm = SymmMemAllGather(arena, module="doctor", strict=True)
-        rank, size = self.group.rank(), self.world_size
-
-        def prepare() -> tuple[Call, Check]:
-            whole = comm.allocate((size * self.chunk,), dtype=_DTYPE, device=self.device)
-            own = whole.narrow(0, rank * self.chunk, self.chunk).fill_(rank + 1)
-            return (
-                lambda: comm(whole, own, self.group),
-                lambda: self._equal(whole, [r + 1 for r in range(size)]),
-            )
-
-        return prepare
-
-    def _reduce_scatter(self, arena: SymmMemArena) -> Prepare:
-        comm = SymmMemReduceScatter(arena, module="doctor", strict=True)
-        rank, size = self.group.rank(), self.world_size
-
-        def prepare() -> tuple[Call, Check]:
-            whole = comm.allocate((size * self.chunk,), dtype=_DTYPE, device=self.device)
-            part = comm.allocate((self.chunk,), dtype=_DTYPE, device=self.device)
-            for r in range(size):
-                whole.narrow(0, r * self.chunk, self.chunk).fill_((rank + 1) * (r + 1))
-            return (
-                lambda: comm(part, whole, self.group, dist.ReduceOp.SUM),
-                lambda: self._equal(part, [(rank + 1) * size * (size + 1) // 2]),
-            )
-
-        return prepare
-
-    def _all_to_all(self) -> tuple[Call, Check]:
-        rank, size = self.group.rank(), self.world_size
-        sent = torch.empty(size * self.chunk, dtype=_DTYPE, device=self.device)
-        for r in range(size):
-            sent.narrow(0, r * self.chunk, self.chunk).fill_(10 * rank + r)
-        got = torch.empty_like(sent)
-        return (
-            lambda: dist.all_to_all_single(got, sent, group=self.group),
-            lambda: self._equal(got, [10 * r + rank for r in range(size)]),
-        )
-
-    def _equal(self, tensor: torch.Tensor, values: list[int]) -> bool:
-        wanted = torch.tensor(values, dtype=_DTYPE).repeat_interleave(self.chunk)
-        return bool(torch.equal(tensor.cpu(), wanted))
+                wanted[-1][0].error = wanted[-1][0].error or f"closing the arena: {one_line(error)}"
 
     # --- running and judging ---
 

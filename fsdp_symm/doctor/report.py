@@ -97,8 +97,10 @@ class CollectiveRow:
 
     Attributes:
         kind: ``"all_gather"``, ``"all_to_all"`` or ``"reduce_scatter"``.
-        buffers: ``"arena"`` or ``"plain"`` tensors.
+        buffers: ``"arena"``: slots; ``"plain"`` tensors.
         nbytes: of one rank's whole tensor.
+        way: which of the switch's ways: all-gathers ``"direct"`` or ``"staged"``, reduce-scatters ``"copy_engine"`` or
+            ``"nccl"``; ``""`` where there is no choice.
         engine: ``"copy_engine"``, ``"symmetric_kernel"``, ``"plain_kernel"``, ``"host"``, another engine of
             ``fsdp-symm inspect``, ``"unknown"``, or ``"not_run"``.
         expected: the engine that the facts promise; ``""`` where there is nothing to say.
@@ -121,6 +123,7 @@ class CollectiveRow:
     copies: int = 0
     time_us: float | None = None
     error: str = ""
+    way: str = ""
 
     @property
     def failed(self) -> bool:

@@ -124,4 +124,5 @@ def _cells(row: CollectiveRow) -> tuple[str, str, str, str, str]:
     elif row.engine not in ("not_run", "unknown", row.expected) and row.expected:
         why += " (differs)"
     time_us = "" if row.time_us is None else f"{row.time_us:.0f}"
-    return row.kind.replace("_", "-"), result, escape(engine), time_us, escape(why)
+    name = row.kind.replace("_", "-") + (f" ({row.way})" if row.way else "")
+    return name, result, escape(engine), time_us, escape(why)

@@ -30,6 +30,7 @@ class Segment(Protocol):
         ranks: global ranks of the group.
         nbytes: bytes that this rank holds, for slots and bookkeeping.
         wait_s: seconds this rank's host has waited for its peers.
+        timeout_s: seconds that a wait for a peer may last, or a call of our own wire on a GPU.
     """
 
     engine: str
@@ -37,6 +38,7 @@ class Segment(Protocol):
     ranks: tuple[int, ...]
     nbytes: int
     wait_s: float
+    timeout_s: float
 
     def lease(self, offset: int, nbytes: int) -> tuple[torch.Tensor, Callable[[], object | None]]:
         """A fresh ``uint8 [nbytes]`` over the slots' bytes, and a call that is ``None`` once its storage is gone."""
