@@ -51,6 +51,12 @@ trains_experts() {
     --expert_parallel.overflow drop --expert_parallel.recv_capacity_factor "$1"
 }
 
+# probes RANKS ESTIMATE: what each way is moved by; fails on a wrong byte or an error.
+probes() {
+  attempt "doctor_w$1" "doctor_w$1.txt" "$2" "$python" -m torch.distributed.run --standalone --nproc-per-node "$1" \
+    -m fsdp_symm.cli doctor
+}
+
 # Seconds are estimates on one H200, imports included.
 checks() {
   tests experts 250 tests/gpu/test_experts.py
@@ -58,6 +64,7 @@ checks() {
   trains debug_dense_gpu 2 30 copy-engine:all_gather
   trains_experts 2 40
   trains_experts 4 60
+  probes 2 30
   tests random 180 tests/test_random.py
   tests nccl 60 tests/gpu/test_nccl.py
   tests narrow 40 tests/test_narrow.py

@@ -349,7 +349,7 @@ def test_the_gpu_checks_name_what_failed_and_what_did_not_run(tmp_path: Path) ->
     assert status == 1
     assert re.search(r"^experts: not started, about 250 s are needed and \d+ s are left$", "\n".join(printed), re.M)
     assert "experts: NOT RUN" in printed
-    assert len(calls) == 3 + 5 + 2, "three training runs with five claims, and two short tests"
+    assert len(calls) == 3 + 5 + 1 + 2, "three training runs with five claims, the doctor, and two short tests"
 
 
 def test_the_gpu_checks_run_what_is_named(tmp_path: Path) -> None:
