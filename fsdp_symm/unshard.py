@@ -30,7 +30,7 @@ from fsdp_symm.plan import packed_nbytes, shard_offsets
 from fsdp_symm.wire import wire_of
 from fsdp_symm.wire.pulls import Block, PullPlan
 
-# Copies kept for calls that come again: slots x places of the parameters.
+# Copies kept for calls that come again, on GPUs: slots x places of the parameters.
 _MAX_COPIES = 64
 
 
@@ -223,12 +223,13 @@ class DirectUnshard:
         key = (id(layout), slot, *addresses)
         copy_in = self._copies.get(key)
         if copy_in is None:
-            if len(self._copies) >= _MAX_COPIES:
-                self._forget_copies()
             device = targets[0].device
             with torch.inference_mode(False):  # neither that mode nor version counters may be in the way later
                 copy_in = CopyIn(layout.in_slot(slot, device), layout.in_place(addresses, device))
-            self._copies[key] = copy_in
+            if device.type != "cpu":  # there addresses hardly ever come again, and what is kept would pin the heap
+                if len(self._copies) >= _MAX_COPIES:
+                    self._forget_copies()
+                self._copies[key] = copy_in
         copy_in.run(inputs)
 
     def _forget_copies(self) -> None:

@@ -258,7 +258,7 @@ def held_bytes(*models: Any) -> int:
     """Bytes that this process holds on the device between two steps, the models resharded and without gradients.
 
     On a GPU all that torch has allocated, symmetric memory included, but for tables of addresses (int64, as nothing
-    else here is): caches of bounded size keep them. On the CPU, where nothing counts, all tensors that own memory.
+    else here is): caches of bounded size keep them. On the CPU, where nothing counts, what all tensors lie over.
     """
     for module in (module for model in models for module in model.modules()):
         if isinstance(module, FSDPModule):
@@ -273,7 +273,7 @@ def held_bytes(*models: Any) -> int:
         torch.cuda.empty_cache()  # what another stream used last is given back now
         tables = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.dtype == torch.int64}
         return torch.cuda.memory_allocated() - sum(-(-nbytes // 512) * 512 for nbytes in tables.values())
-    storages = [storage for t in tensors if (storage := t.untyped_storage()).resizable()]
+    storages = [t.untyped_storage() for t in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
