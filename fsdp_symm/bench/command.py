@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from fsdp_symm.errors import SymmMemError
 
     try:
+        schema.refuse_unwritable(args.csv)
         lines, texts = gpu[args.bench](args)
     except (SymmMemError, argparse.ArgumentTypeError) as error:
         # A rank's own words may hold brackets, which are no markup.
@@ -239,9 +241,15 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def _run_host(args: argparse.Namespace) -> int:
+    from fsdp_symm.errors import SymmMemError
+
     problem = _bad_host_argument(args)
+    try:
+        schema.refuse_unwritable(args.csv)
+    except SymmMemError as error:
+        problem = problem or str(error)
     if problem is not None:
-        Console(stderr=True).print(f"fsdp-symm bench host: {problem}", highlight=False)
+        Console(stderr=True, soft_wrap=True, markup=False).print(f"fsdp-symm bench host: {problem}", highlight=False)
         return 2
     from fsdp_symm.bench.host import HostBench, measure
 
@@ -255,8 +263,8 @@ def _run_host(args: argparse.Namespace) -> int:
 def _bad_host_argument(args: argparse.Namespace) -> str | None:
     if args.ranks < 2:
         return f"--ranks: found {args.ranks}, expected at least 2, fix: --ranks 2"
-    if args.max_mib * 2**20 < 64 * 1024:
-        return f"--max-mib: found {args.max_mib:g}, expected at least 0.0625 (64 KiB), fix: --max-mib 1"
-    if args.seconds <= 0:
-        return f"--seconds: found {args.seconds:g}, expected more than 0, fix: --seconds 1"
+    if not 0.0625 <= args.max_mib <= 2**20:
+        return f"--max-mib: found {args.max_mib:g}, expected 0.0625 (64 KiB) to 1048576, fix: --max-mib 1"
+    if not 0 < args.seconds < math.inf:
+        return f"--seconds: found {args.seconds:g}, expected more than 0, and an end, fix: --seconds 1"
     return None

@@ -109,8 +109,8 @@ def write(path: Path, rows: Iterable[Row]) -> None:
         writer.writerows(asdict(row) for row in rows)
 
 
-def refuse_unwritable(path: Path, option: str = "--csv") -> None:
-    """Find out before anything is measured whether the CSV can be written, and what is there already be read.
+def refuse_unwritable(path: Path, option: str = "--csv", *, appends: bool = False) -> None:
+    """Find out before anything is measured whether the CSV can be written, and read if it is to grow.
 
     Raises:
         SymmMemConfigError: one line: found, expected, fix.
@@ -125,11 +125,12 @@ def refuse_unwritable(path: Path, option: str = "--csv") -> None:
         raise SymmMemConfigError(
             f"{option}: found {path} ({error.strerror}), expected a file that can be written, fix: {option} x.csv"
         ) from error
-    if not new:
+    if appends and not new:
         read_lines(path)
 
 
 # columns of every CSV that are numbers
+_MOST = 2**63
 _KINDS: dict[str, type] = {"ranks": int, "bytes": int, "n": int, "median_us": float, "min_us": float, "max_us": float}
 
 
@@ -142,6 +143,10 @@ def read_lines(path: Path) -> list[dict[str, str]]:
     try:
         with path.open(newline="") as file:
             lines = list(csv.DictReader(file))
+    except OSError as error:
+        raise SymmMemConfigError(
+            f"{path}: found {error.strerror}, expected a CSV that can be read, fix: another file"
+        ) from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise SymmMemConfigError(
             f"{path}: found no CSV ({error}), expected one of a benchmark, fix: another file"
@@ -159,7 +164,8 @@ def read_lines(path: Path) -> list[dict[str, str]]:
     for number, line in enumerate(lines, 2):
         for name, kind in _KINDS.items():
             try:
-                kind(line[name])
+                if not abs(kind(line[name])) < _MOST:
+                    raise ValueError
             except ValueError as error:
                 raise SymmMemConfigError(
                     f"{path}, line {number}: found {name} {line[name]!r}, expected a number, "

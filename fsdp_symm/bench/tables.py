@@ -137,7 +137,11 @@ def renew(root: Path, *, check: bool) -> int:
             f"fsdp-symm bench tables: found no {root / DOCUMENTS[0]}, expected the repository, fix: --root FOLDER"
         )
         return 2
-    old = {name: (root / name).read_text() for name in DOCUMENTS if (root / name).is_file()}
+    try:
+        old = {name: (root / name).read_text(encoding="utf-8") for name in DOCUMENTS if (root / name).is_file()}
+    except (OSError, UnicodeDecodeError) as error:
+        console.print(f"fsdp-symm bench tables: found a document that cannot be read ({error}), expected UTF-8 text")
+        return 2
     new = dict(old)
     for marker in TABLES:
         if (problem := _renew_one(root, marker, new)) is not None:

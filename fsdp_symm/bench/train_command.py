@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         bench = _bench(args)
         bench.check()
-        schema.refuse_unwritable(args.csv)
+        schema.refuse_unwritable(args.csv, appends=True)
         if args.traces is not None and args.traces.exists() and not args.traces.is_dir():
             raise SymmMemConfigError(f"--traces: found the file {args.traces}, expected a folder, fix: --traces traces")
     except SymmMemConfigError as error:

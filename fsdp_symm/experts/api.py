@@ -267,25 +267,32 @@ def ep_combine(
     found = current_routing(buffer) if routing is None else routing
     num_rows = found.source.shape[0]
     shape = num_rows, buffer.context.config.hidden_dim
-    check_answers(expert_out, torch.empty(shape, dtype=buffer.payload_dtype, device="meta"))
-    if recv_topk_weights is not None and recv_topk_weights.shape != (num_rows,):
-        refuse(
-            "ep_combine: recv_topk_weights",
-            found=f"shape {list(recv_topk_weights.shape)}",
-            expected=f"[{num_rows}], as ep_dispatch returned them",
-            fix="pass the weights of the same dispatch",
-        )
+    check_answers(expert_out, torch.empty(shape, dtype=buffer.payload_dtype, device="meta"), found.source.device)
+    if recv_topk_weights is not None:
+        _check_recv_weights(recv_topk_weights, num_rows, expert_out.device)
     path = found.home, found.table, found.source, found.slots
     return ops.combine(expert_out, recv_topk_weights, None, *path, buffer.context.key)[0]
 
 
+def _check_recv_weights(weights: torch.Tensor, num_rows: int, device: torch.device) -> None:
+    if weights.shape != (num_rows,) or weights.dtype != torch.float32 or weights.device != device:
+        refuse(
+            "ep_combine: recv_topk_weights",
+            found=f"{weights.dtype} {list(weights.shape)} on {weights.device}",
+            expected=f"torch.float32 [{num_rows}] on {device}, as ep_dispatch returned them",
+            fix="pass the weights of the same dispatch",
+        )
+
+
 def _check_recv(recv_tokens: torch.Tensor, tokens: torch.Tensor, num_rows: int) -> None:
     good = recv_tokens.shape == (num_rows, tokens.shape[1]) and recv_tokens.dtype == tokens.dtype
+    good = good and recv_tokens.device == tokens.device
     if not good or not recv_tokens.is_contiguous() or recv_tokens.requires_grad:
         refuse(
             "ep_dispatch: recv_tokens",
-            found=f"{recv_tokens.dtype} {list(recv_tokens.shape)}, strides {list(recv_tokens.stride())}"
-            + (", requires grad" if recv_tokens.requires_grad else ""),
-            expected=f"a contiguous {tokens.dtype} [{num_rows}, {tokens.shape[1]}] that requires no grad",
+            found=f"{recv_tokens.dtype} {list(recv_tokens.shape)} on {recv_tokens.device}, "
+            f"strides {list(recv_tokens.stride())}" + (", requires grad" if recv_tokens.requires_grad else ""),
+            expected=f"a contiguous {tokens.dtype} [{num_rows}, {tokens.shape[1]}] on {tokens.device} that requires no"
+            " grad",
             fix="allocate it with recv_capacity_per_rank rows, and set that capacity",
         )

@@ -12,6 +12,8 @@ from fsdp_symm.errors import SymmMemConfigError, problem
 
 Overflow = Literal["raise", "drop", "grow"]
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MOST = 2**40  # of any size: beyond all memory, and within 64-bit numbers
+_MOST_ALIGNMENT = 2**20
 
 
 def refuse(what: str, *, found: object, expected: object, fix: str) -> NoReturn:
@@ -108,8 +110,13 @@ class EpConfig:
 
 
 def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        refuse(f"EpConfig.{name}", found=repr(value), expected="an integer >= 1", fix="pass the size as an int")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
+        refuse(
+            f"EpConfig.{name}",
+            found=repr(value),
+            expected=f"an integer >= 1 and at most {_MOST}",
+            fix="pass the size as an int",
+        )
 
 
 def check_alignment(alignment: object) -> None:
@@ -118,11 +125,11 @@ def check_alignment(alignment: object) -> None:
     Raises:
         SymmMemConfigError: says what was found.
     """
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+    if not isinstance(alignment, int) or not 1 <= alignment <= _MOST_ALIGNMENT or alignment & (alignment - 1):
         refuse(
             "expert parallelism: alignment",
             found=repr(alignment),
-            expected="a power of two, 1 for no padding",
+            expected=f"a power of two up to {_MOST_ALIGNMENT}, 1 for no padding",
             fix="8 or 16 suits grouped GEMMs in 16-bit types, 128 block-scaled ones",
         )
 

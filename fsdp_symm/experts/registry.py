@@ -97,7 +97,7 @@ class ContextEP(EPImplementation):
             answers, scale = self.experts(rows, routing.counts, row_weights), None
         else:
             answers, scale = self.experts(rows, routing.counts), row_weights
-        check_answers(answers, rows)
+        check_answers(answers, rows, rows.device)
         return ops.combine(answers, scale, None, *path, key)[0]
 
 
@@ -190,8 +190,10 @@ def check_batch(
             + (f", or set payload_dtype={hidden.dtype}" if hidden.dtype in PAYLOAD_DTYPES else ""),
         )
     check_ids(ids, config, hidden.shape[0])
+    _check_device("topk_idx", ids, hidden.device)
     if weights is None:
         return
+    _check_device("topk_weights", weights, hidden.device)
     if weights.shape != ids.shape:
         refuse(
             "expert parallelism: topk_weights",
@@ -205,6 +207,16 @@ def check_batch(
             found=weights.dtype,
             expected=torch.float32,
             fix="topk_weights.float(); the cast is differentiable",
+        )
+
+
+def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        refuse(
+            f"expert parallelism: {name}",
+            found=f"a tensor on {tensor.device}",
+            expected=f"one on {device}, where the tokens are",
+            fix=f"move it there: .to({str(device)!r})",
         )
 
 
@@ -231,12 +243,18 @@ def check_ids(ids: torch.Tensor, config: EpConfig, num_tokens: int | None = None
         )
 
 
-def check_answers(answers: torch.Tensor, rows: torch.Tensor) -> None:
+def check_answers(answers: torch.Tensor, rows: torch.Tensor, device: torch.device) -> None:
     """Refuse what experts must not return.
 
+    Args:
+        answers: what they returned.
+        rows: of the shape and type that they were given.
+        device: where the rows are.
+
     Raises:
-        SymmMemConfigError: another shape or type than the rows they were given.
+        SymmMemConfigError: another shape, type or device than the rows'.
     """
+    _check_device("what the experts returned", answers, device)
     if answers.shape != rows.shape or answers.dtype != rows.dtype:
         refuse(
             "expert parallelism: what the experts returned",

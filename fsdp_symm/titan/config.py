@@ -90,8 +90,10 @@ def read_toml(path: str) -> Tree:
         nearest = nearest_name(os.path.basename(path), _toml_files(os.path.dirname(path) or "."))
         hint = f"; nearest: {os.path.join(os.path.dirname(path), nearest)}" if nearest else ""
         raise ConfigError(f"{path}: found {error.strerror}; expected a readable TOML file{hint}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also of text that is no UTF-8, and of numbers with thousands of digits
         raise ConfigError(f"{path}: found malformed TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: found malformed TOML: values or names nested too deeply") from None
 
 
 def _toml_files(folder: str) -> list[str]:
@@ -177,13 +179,17 @@ def _registry_module(name: str, source: str) -> ModuleType:
     from torchtitan.models import _supported_models  # private; read in torchtitan 0.3.0
 
     candidates = [f"torchtitan.models.{name}.config_registry"] if name in _supported_models else []
-    candidates += [f"{name}.config_registry", name] if "." in name else []
+    candidates += [f"{name}.config_registry", name] if "." in name and all(name.split(".")) else []
     for candidate in candidates:
         try:
             return importlib.import_module(candidate)
         except ModuleNotFoundError as error:
             if error.name is None or not candidate.startswith(error.name):
                 raise ConfigError(f"{source}: model.module: importing {candidate} failed: {error}") from error
+        except Exception as error:  # the module is the user's own: anything may go wrong in it
+            raise ConfigError(
+                f"{source}: model.module: importing {candidate} failed: {type(error).__name__}: {error}"
+            ) from error
     nearest = nearest_name(name, sorted(_supported_models))
     raise ConfigError(
         f"{source}: model.module: found {name!r}; allowed: {', '.join(sorted(_supported_models))}, or the dotted name"

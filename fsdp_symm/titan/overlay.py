@@ -48,7 +48,7 @@ class CommandLineText(str):
         """The text read as a TOML number, flag, list or table; any other text as it was typed, quotes included."""
         try:
             table = tomllib.loads(f"value = {self}")
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):  # ValueError: also of numbers with thousands of digits
             return str(self)
         value = table["value"]
         return str(self) if len(table) > 1 or isinstance(value, str) else value

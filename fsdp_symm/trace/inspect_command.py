@@ -108,5 +108,6 @@ def write(path: Path, text: str, traces: list[Trace]) -> None:
         if any(path.exists() and Path(t.path).exists() and path.samefile(t.path) for t in traces):
             raise TraceError(f"--html {path}: this is one of the traces; expected another file")
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise TraceError(f"--html {path}: {error.strerror or error}; expected a writable file") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise TraceError(f"--html {path}: {reason}; expected a writable file") from error

@@ -357,11 +357,13 @@ def find_traces(paths: Iterable[str | Path]) -> dict[Path, bool]:
     found: dict[Path, tuple[Path, bool]] = {}
     for given in paths:
         path = Path(given)
-        if path.is_dir():
+        if not str(given):
+            raise TraceError("found an empty path; expected a trace; check the variable that it comes from")
+        if _kind(path) == "folder":
             matches = sorted(p for p in path.rglob("*") if p.name.endswith(_SUFFIXES) and p.is_file())
             if not matches:
                 raise TraceError(f"{path}: no .json or .json.gz inside; expected a folder of traces; check the path")
-        elif path.exists():
+        elif _kind(path):
             matches = [path]
         else:
             matches = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
@@ -371,6 +373,18 @@ def find_traces(paths: Iterable[str | Path]) -> dict[Path, bool]:
             first, named = found.get(match.resolve(), (match, False))
             found[match.resolve()] = (first, named or match == path)
     return dict(found.values())
+
+
+def _kind(path: Path) -> str:
+    """``"folder"``, ``"file"`` (or a pipe), ``""`` where there is nothing.
+
+    Raises:
+        TraceError: a path that cannot be looked up: too long, or below a folder without permission.
+    """
+    try:
+        return "folder" if path.is_dir() else "file" if path.exists() else ""
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}; expected a trace; check the path") from error
 
 
 def _load_all(paths: dict[Path, bool], progress: Progress | None) -> list[Trace]:

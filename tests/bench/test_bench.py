@@ -14,6 +14,7 @@ import torch
 
 from fsdp_symm.bench import schema, tables
 from fsdp_symm.cli import main
+from fsdp_symm.errors import SymmMemConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,13 +47,37 @@ def test_host_benchmark_writes_its_csv(tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (["--ranks", "1"], "--ranks: found 1, expected at least 2"),
-        (["--max-mib", "0.01"], "--max-mib: found 0.01, expected at least 0.0625"),
+        (["--max-mib", "0.01"], "--max-mib: found 0.01, expected 0.0625"),
+        (["--max-mib", "nan"], "--max-mib: found nan, expected 0.0625"),
+        (["--max-mib", "inf"], "--max-mib: found inf, expected 0.0625"),
         (["--seconds", "0"], "--seconds: found 0, expected more than 0"),
+        (["--seconds", "inf"], "--seconds: found inf, expected more than 0, and an end"),
+        (["--csv", "/proc/x.csv"], "--csv: found /proc/x.csv (No such file or directory), expected a file"),
+        (["--csv", str(ROOT)], f"--csv: found {ROOT} (Is a directory), expected a file that can be written"),
     ],
 )
 def test_bad_arguments(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["bench", "host", "--csv", str(tmp_path / "x.csv"), *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_csv_that_cannot_be_written_is_found_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "experts", "--device", "cpu", "--csv", str(ROOT)]) == 2
+    assert f"--csv: found {ROOT} (Is a directory), expected a file that can be written" in capsys.readouterr().err
+
+
+def test_documents_and_csvs_that_cannot_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "README.md").write_bytes(b"\xff\xfe\x00")
+    assert main(["bench", "tables", "--root", str(tmp_path)]) == 2
+    assert "found a document that cannot be read" in capsys.readouterr().err
+    (tmp_path / "a.csv").mkdir()
+    with pytest.raises(SymmMemConfigError, match=r"a\.csv: found Is a directory, expected a CSV that can"):
+        schema.read_lines(tmp_path / "a.csv")
+    row = schema.Row("all_gather", "gloo", 2, 10**500, "float32", 3000.0, 1.0, 9.0, 5, "v", "h", "c")
+    for bad in (row, replace(row, bytes=1, median_us=float("inf")), replace(row, bytes=1, max_us=float("nan"))):
+        schema.write(tmp_path / "b.csv", [bad])
+        with pytest.raises(SymmMemConfigError, match=r"b\.csv, line 2: found (bytes|median_us|max_us) "):
+            schema.read_lines(tmp_path / "b.csv")
 
 
 def test_the_readme_is_generated_from_the_committed_csv() -> None:

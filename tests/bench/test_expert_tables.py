@@ -123,6 +123,14 @@ def test_wins_and_what_static_shapes_cost() -> None:
     assert "(takes all_to_all;" in expert_tables.experts_table(lines)
 
 
+def test_what_auto_takes_where_nothing_may_be_read_is_compared_too() -> None:
+    lines = _lines(all_to_all=(0.5, 0.4, 0.8), **{"copy_engine, static": (0.75, 0.7, 0.8)})
+    assert "in this table, of all_to_all's time: 1.50 (8 experts, top 2, 64 x 16, skewed)." in (
+        expert_tables.experts_table(lines)
+    )
+    assert "reads nothing on the host" not in expert_tables.experts_table(_lines())
+
+
 def test_the_costs_table() -> None:
     rows = expert_tables.experts_costs_table(_lines()).splitlines()
     assert rows[2] == (

@@ -37,6 +37,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "topk_bool": ({"num_topk": True}, "EpConfig.num_topk.*found: True"),
     "experts_float": ({"num_experts": 4.0}, "EpConfig.num_experts.*found: 4.0"),
     "hidden_0": ({"hidden_dim": 0}, "EpConfig.hidden_dim.*found: 0"),
+    "hidden_huge": ({"hidden_dim": 2**62}, "EpConfig.hidden_dim.*found: 4611686018427387904.*at most 1099511627776"),
+    "alignment_huge": ({"alignment": 2**60}, "alignment.*found: 1152921504606846976.*up to 1048576"),
     "topk_above_experts": ({"num_topk": 5}, "found: num_topk 5, num_experts 4.*expected: 1 <= num_topk <= num_experts"),
     "tokens_0": ({"max_tokens_per_rank": 0}, "EpConfig.max_tokens_per_rank.*found: 0"),
     "rows_without_tokens": ({"rows_per_peer": 3}, "a bound on rows needs a bound on tokens"),
@@ -213,7 +215,14 @@ def _calls() -> dict[str, str]:
     refused("tokens_dim", lambda: ep_dispatch(buffer, tokens.view(2, 2, H), ids, weights))
     refused("weights_dtype", lambda: ep_dispatch(buffer, tokens, ids, weights.bfloat16()))
     refused("weights_shape", lambda: ep_dispatch(buffer, tokens, ids, weights[:, :1]))
+    elsewhere = ids.to("meta")
+    refused("ids_elsewhere", lambda: ep_dispatch(buffer, tokens, elsewhere, weights))
+    refused("weights_elsewhere", lambda: ep_dispatch(buffer, tokens, ids, weights.to("meta")))
     rows, row_weights, _ = ep_dispatch(buffer, tokens, ids, weights)
+    refused("rows_elsewhere", lambda: ep_combine(buffer, rows.to("meta")))
+    refused("recv_elsewhere", lambda: ep_dispatch(buffer, tokens, ids, weights, recv_tokens=rows.detach().to("meta")))
+    refused("row_weights_dtype", lambda: ep_combine(buffer, rows, recv_topk_weights=row_weights.long()))
+    refused("row_weights_elsewhere", lambda: ep_combine(buffer, rows, recv_topk_weights=row_weights.to("meta")))
     refused("rows_of_another", lambda: ep_combine(buffer, rows[1:]))
     refused("rows_dtype", lambda: ep_combine(buffer, rows.float()))
     refused("weights_of_another", lambda: ep_combine(buffer, rows, recv_topk_weights=row_weights[1:]))
@@ -257,9 +266,15 @@ CALLS = {
     "tokens_dim": r"tokens.*found: shape \[2, 2, 32\].*flatten",
     "weights_dtype": r"topk_weights.*found: torch.bfloat16.*torch.float32.*topk_weights.float\(\)",
     "weights_shape": r"topk_weights.*found: shape \[4, 1\].*\[4, 2\]",
+    "ids_elsewhere": "topk_idx.*found: a tensor on meta.*one on cpu, where the tokens are",
+    "weights_elsewhere": r"topk_weights.*found: a tensor on meta.*one on cpu.*\.to\('cpu'\)",
+    "rows_elsewhere": "what the experts returned.*found: a tensor on meta.*one on cpu",
+    "recv_elsewhere": r"recv_tokens.*found: torch.bfloat16 \[8, 32\] on meta.*on cpu",
+    "row_weights_dtype": r"recv_topk_weights.*found: torch.int64 \[8\] on cpu.*torch.float32",
+    "row_weights_elsewhere": r"recv_topk_weights.*found: torch.float32 \[8\] on meta.*on cpu",
     "rows_of_another": r"what the experts returned.*found: torch.bfloat16 \[7, 32\].*\[8, 32\]",
     "rows_dtype": "what the experts returned.*found: torch.float32",
-    "weights_of_another": r"ep_combine: recv_topk_weights.*found: shape \[7\].*\[8\]",
+    "weights_of_another": r"ep_combine: recv_topk_weights.*found: torch.float32 \[7\] on cpu.*\[8\]",
     "recv_shape": r"ep_dispatch: recv_tokens.*found: torch.bfloat16 \[7, 32\]",
     "recv_dtype": "ep_dispatch: recv_tokens.*found: torch.float32",
     "recv_grad": "ep_dispatch: recv_tokens.*requires grad",

@@ -374,6 +374,41 @@ def test_malformed_toml_is_one_line_with_its_place(tmp_path: Path) -> None:
         load(str(path))
 
 
+@pytest.mark.parametrize(
+    "text", ["a = " + "9" * 5000, "a = " + "[" * 3000 + "]" * 3000, "[" + ".".join("a" * 3000) + "]"]
+)
+def test_toml_beyond_the_parser_s_limits_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.toml: found malformed TOML: [^\n]*$"):
+        load(str(path))
+
+
+def test_a_number_of_thousands_of_digits_on_the_command_line_is_text() -> None:
+    with pytest.raises(ConfigError, match=r"training\.steps: found '9{20,}"):
+        load("configs/debug_dense_cpu.toml", ["--training.steps", "9" * 5000])
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (".", r"model\.module: found '\.'; allowed: "),
+        ("..x", r"model\.module: found '\.\.x'; allowed: "),
+        ("broken_models.one", r"importing broken_models\.one\S* failed: ZeroDivisionError: division by zero$"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, text: str
+) -> None:
+    (tmp_path / "broken_models").mkdir()
+    (tmp_path / "broken_models/one.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "m.toml"
+    path.write_text(f'[model]\nmodule = "{module}"\nconfig = "llama3_debugmodel"\n')
+    with pytest.raises(ConfigError, match=text):
+        load(str(path))
+
+
 def test_help_names_every_key_of_ours() -> None:
     text = help_text()
     for name, section in SECTIONS.items():

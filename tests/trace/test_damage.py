@@ -131,6 +131,8 @@ def test_unusable_file_is_one_line_with_status_2(cli, tmp_path, command, name, c
 def test_missing_paths(cli, tmp_path):
     assert "no such file, folder or match" in cli("inspect", tmp_path / "x.json").err
     assert "no such file, folder or match" in cli("inspect", tmp_path / "*.json").err
+    assert "found an empty path; expected a trace" in cli("inspect", "").err
+    assert "File name too long; expected a trace" in cli("inspect", "a" * 300).err
     assert "no .json or .json.gz inside" in cli("inspect", tmp_path).err
 
 
