@@ -390,22 +390,32 @@ def test_masks_of_int64_stay_masks(ranks2: Ranks, transport: str) -> None:
     ranks2.run(_wrapped_ids, transport)
 
 
-def _differing_sizes(kind: str) -> None:
-    mine = dist.get_rank() == 1
-    changes: dict[str, Any] = {"overflow": "drop", "recv_capacity_per_rank": 512}
-    if kind == "tokens":
-        changes["max_tokens_per_rank"] = 2 * T if mine else T
-    else:
-        changes["rows_per_peer"] = T if mine else None
-    bootstrap(**changes)
-    tokens, ids, weights = inputs()
-    ep_dispatch(EpBuffer(), tokens, ids, weights)
+def _configured_differently(name: str, values: tuple[Any, Any]) -> None:
+    settings: dict[str, Any] = {"overflow": "drop", "recv_capacity_per_rank": 512, "timeout_s": 60.0}
+    bootstrap(**settings | {name: values[dist.get_rank()]})
 
 
-@pytest.mark.parametrize("kind", ["tokens", "rows_per_peer"])
-def test_sizes_that_differ_between_ranks_are_quoted(ranks2: Ranks, kind: str) -> None:
-    texts = [failure.text for failure in ranks2.failures(_differing_sizes, kind)]
-    assert any("issued different collectives" in text and "room for" in text for text in texts), texts
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_tokens_per_rank", (T, 2 * T)),
+        ("rows_per_peer", (None, T)),
+        ("recv_capacity_per_rank", (512, 256)),
+        ("overflow", ("raise", "grow")),
+        ("transport", ("copy_engine", "all_to_all")),
+        ("num_topk", (1, 2)),
+    ],
+)
+def test_ranks_that_are_configured_differently_are_told_at_once(ranks2: Ranks, name: str, values: Any) -> None:
+    for failure in ranks2.failures(_configured_differently, name, values, timeout_s=40):
+        assert failure.kind == "SymmMemConfigError"
+        assert f"found: {name} {values[0]} on rank 0, {name} {values[1]} on rank 1" in failure.text
+        assert f"expected: the same {name} on every rank of group [0, 1]\n" in failure.text
+        assert "fix: pass the same arguments on all ranks" in failure.text
+
+
+def test_timeouts_may_differ(ranks2: Ranks) -> None:
+    ranks2.run(_configured_differently, "timeout_s", (30.0, 60.0))
 
 
 def _empty_slice_in_place() -> None:
