@@ -548,7 +548,7 @@ class _NoHostReads(TorchDispatchMode):
 
 
 def _body(op: Any) -> Any:
-    """The function behind a custom operator (``torch.library.CustomOpDef._init_fn``, read in torch 2.13-2.15)."""
+    """The function behind a custom operator (``torch.library.CustomOpDef._init_fn``, read in torch 2.13 and 2.14)."""
     return op._init_fn
 
 
