@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from fsdp_symm.memory.arena import SymmMemArena
 
@@ -266,8 +266,9 @@ def held_bytes(*models: Any) -> int:
         for param in module.parameters(recurse=False):
             param.grad = None
     gc.collect()
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    tensors = [t for t in found if not isinstance(t, DTensor) and t.device.type == DEVICE]
+    # No subclasses: DTensors lie over others, and a compiler keeps fake ones, which have no memory to ask for.
+    found = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
+    tensors = [t for t in found if t.device.type == DEVICE]
     if DEVICE == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what another stream used last is given back now
