@@ -140,7 +140,10 @@ def renew(root: Path, *, check: bool) -> int:
     try:
         old = {name: (root / name).read_text(encoding="utf-8") for name in DOCUMENTS if (root / name).is_file()}
     except (OSError, UnicodeDecodeError) as error:
-        console.print(f"fsdp-symm bench tables: found a document that cannot be read ({error}), expected UTF-8 text")
+        console.print(
+            f"fsdp-symm bench tables: found a document that cannot be read ({error}), expected UTF-8 text, "
+            "fix: restore it"
+        )
         return 2
     new = dict(old)
     for marker in TABLES:

@@ -6,9 +6,8 @@ arrays; Python frames and flow arrows are dropped while decoding. Times are micr
 
 from __future__ import annotations
 
-import glob
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from os import fsencode
 from pathlib import Path
 from sys import intern
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 
 from fsdp_symm.trace import names
+from fsdp_symm.trace.find import find_traces
 from fsdp_symm.trace.model import CommMeta, DeviceRow, HostRow, Step, Trace
 from fsdp_symm.trace.scan import Args, Blocks, EventScanner, Row, TraceError
 from fsdp_symm.trace.values import count, number, text
@@ -340,51 +340,6 @@ def load_trace(path: Path, progress: Progress | None = None) -> Trace:
         raise TraceError(f"{path}: {error.strerror or error}; expected a readable trace file") from error
     finally:
         blocks.close()
-
-
-_SUFFIXES = (".json", ".json.gz")
-
-
-def find_traces(paths: Iterable[str | Path]) -> dict[Path, bool]:
-    """Files for a mix of files, folders and globs, each once; folders are searched at all depths.
-
-    Returns:
-        Path -> whether it was named itself: one that a search has found may turn out to be no trace.
-
-    Raises:
-        TraceError: a path that matches nothing.
-    """
-    found: dict[Path, tuple[Path, bool]] = {}
-    for given in paths:
-        path = Path(given)
-        if not str(given):
-            raise TraceError("found an empty path; expected a trace; check the variable that it comes from")
-        if _kind(path) == "folder":
-            matches = sorted(p for p in path.rglob("*") if p.name.endswith(_SUFFIXES) and p.is_file())
-            if not matches:
-                raise TraceError(f"{path}: no .json or .json.gz inside; expected a folder of traces; check the path")
-        elif _kind(path):
-            matches = [path]
-        else:
-            matches = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
-            if not matches:
-                raise TraceError(f"{path}: no such file, folder or match; expected a trace; check the path")
-        for match in matches:
-            first, named = found.get(match.resolve(), (match, False))
-            found[match.resolve()] = (first, named or match == path)
-    return dict(found.values())
-
-
-def _kind(path: Path) -> str:
-    """``"folder"``, ``"file"`` (or a pipe), ``""`` where there is nothing.
-
-    Raises:
-        TraceError: a path that cannot be looked up: too long, or below a folder without permission.
-    """
-    try:
-        return "folder" if path.is_dir() else "file" if path.exists() else ""
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}; expected a trace; check the path") from error
 
 
 def _load_all(paths: dict[Path, bool], progress: Progress | None) -> list[Trace]:
