@@ -52,6 +52,7 @@ class BufferNeed:
         group: name of that process group.
         nbytes: bytes, padded, after mixed precision and all-gather extensions.
         dtype: element type FSDP2 will ask for, for the digest.
+        narrow: whether gradients may travel in a narrower type.
     """
 
     label: str
@@ -60,6 +61,7 @@ class BufferNeed:
     group: str
     nbytes: int
     dtype: str
+    narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,9 +209,18 @@ def part_elements(slot_bytes: int, chunk: int, ranks: int, itemsize: int) -> int
     return None
 
 
+def largest_first(nbytes: Sequence[int]) -> list[int]:
+    """Numbers of the shards in the order in which they lie in memory: equal ones side by side, so that one copy can
+    fetch several of them."""
+    return sorted(range(len(nbytes)), key=lambda index: -nbytes[index])
+
+
 def shard_offsets(nbytes: Sequence[int]) -> list[int]:
     """Where each shard starts in a slot of the lane ``"unshard"``."""
-    return [0, *itertools.accumulate(_align(n, SHARD_ALIGNMENT_BYTES) for n in nbytes)][: len(nbytes)]
+    order = largest_first(nbytes)
+    starts = itertools.accumulate((_align(nbytes[index], SHARD_ALIGNMENT_BYTES) for index in order), initial=0)
+    found = dict(zip(order, starts, strict=False))
+    return [found[index] for index in range(len(nbytes))]
 
 
 def packed_nbytes(nbytes: Sequence[int]) -> int:
@@ -276,7 +287,7 @@ def make_plan(
         items = by_group[name, root]
         sizes = [m.sizes[[compat.group_name(g) for g in m.process_groups].index(name)] for m in items]
         needs = tuple(
-            BufferNeed(m.group.label, m.lane, ranks, name, size, m.dtype_text)
+            BufferNeed(m.group.label, m.lane, ranks, name, size, m.dtype_text, m.narrow is not None)
             for m, size in zip(items, sizes, strict=True)
         )
         rings = tuple(

@@ -23,22 +23,32 @@ _PEER_MEMORY_BLOCKS = (
 _PLACED = ("copy engine", "peer copies; placed directly")
 _PULLED = ("copy engine", "peer copies, summed here by one kernel in rank order")
 
-# What "auto" pulls: from here on copies and a local sum take less time than NCCL's symmetric kernel over NVLink, and
-# slow down GEMMs beside them far less (profiles/nvlink/reduce_scatter_w2.csv). Smaller ones are over sooner in NCCL.
+# What "auto" pulls, by the largest chunk of a rank: from here on copies and a local sum take less time than NCCL's
+# symmetric kernel, and slow down GEMMs beside them far less. Smaller ones are over sooner in NCCL. Measured over NVLink
+# (profiles/nvlink/reduce_scatter_w2.csv), and with ranks that share a GPU (profiles/reduce_scatter_w2.csv and _w4): all
+# their traffic goes to one memory, and more than two gain only where gradients travel in a narrower type.
 AUTO_PULL_BYTES = 32 << 20
+AUTO_PULL_SHARED_BYTES = 64 << 20
 
 
-def reduce_way(plans: Sequence[GroupPlan], asked: str) -> str:
+def reduce_way(plans: Sequence[GroupPlan], shared_gpus: bool, asked: str) -> str:
     """Who reduces for one process group: ``"copy_engine"`` or ``"nccl"``.
 
     Args:
         plans: all plans of the group.
+        shared_gpus: whether ranks share a GPU.
         asked: one of them, or ``"auto"``: by the largest chunk of a rank, in the type of the sum.
     """
     if asked != "auto":
         return asked
-    chunks = [r.slot_bytes // len(p.ranks) for p in plans for r in p.rings if r.role == "reduce_scatter"]
-    return "copy_engine" if max(chunks, default=0) >= AUTO_PULL_BYTES else "nccl"
+    needs = [need for plan in plans for need in plan.needs if need.lane == "reduce_scatter"]
+    if not needs:
+        return "nccl"
+    largest = max(needs, key=lambda need: need.nbytes // len(need.ranks))
+    if shared_gpus and len(largest.ranks) > 2 and not largest.narrow:
+        return "nccl"
+    enough = AUTO_PULL_SHARED_BYTES if shared_gpus else AUTO_PULL_BYTES
+    return "copy_engine" if largest.nbytes // len(largest.ranks) >= enough else "nccl"
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,7 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
     gathers = any(
         ring.role == "all_gather" or (staged and ring.role == "unshard") for plan in plans for ring in plan.rings
     )
-    way = "nccl" if staged else reduce_way(plans, reduce_scatter)
+    way = "nccl" if staged else reduce_way(plans, facts.shared_gpus, reduce_scatter)
     nccl = gathers or (way == "nccl" and any(ring.role == "reduce_scatter" for plan in plans for ring in plan.rings))
     unconcerned = (*(() if gathers else STAGED_ONLY), *(() if nccl else _NCCL_ONLY))
     findings = [f for f in guards.findings(facts) if f.code not in unconcerned]

@@ -12,7 +12,7 @@ from fsdp_symm import fsdp, guards, verdict
 from fsdp_symm.errors import SymmMemConfigError
 from fsdp_symm.guards import GroupFacts
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
-from fsdp_symm.plan import Ring
+from fsdp_symm.plan import BufferNeed, Ring
 
 DEFAULT = GroupFacts(policies=("default",) * 4)
 
@@ -22,6 +22,7 @@ class FakePlan:
     """What :func:`verdict.judge_all` reads of a plan."""
 
     rings: tuple[Ring, ...]
+    needs: tuple[BufferNeed, ...] = ()
     name: str = "g"
     ranks: tuple[int, ...] = (0, 1, 2, 3)
     backend: str = "nccl"
@@ -29,9 +30,10 @@ class FakePlan:
     device: object = None
 
 
-GATHER = FakePlan((Ring("all_gather", 2, 4096), Ring("reduce_scatter", 1, 4096)))
-DIRECT = FakePlan((Ring("unshard", 2, 4096), Ring("reduce_scatter", 1, 4096)))
-REDUCE = FakePlan((Ring("reduce_scatter", 1, 4096),))
+SMALL = (BufferNeed("m", "reduce_scatter", (0, 1, 2, 3), "g", 4096, "float32"),)
+GATHER = FakePlan((Ring("all_gather", 2, 4096), Ring("reduce_scatter", 1, 4096)), SMALL)
+DIRECT = FakePlan((Ring("unshard", 2, 4096), Ring("reduce_scatter", 1, 4096)), SMALL)
+REDUCE = FakePlan((Ring("reduce_scatter", 1, 4096),), SMALL)
 
 
 def _judge(
@@ -81,20 +83,44 @@ def test_nvlink_counts_only_where_nccl_moves_the_bytes(monkeypatch) -> None:
         assert judged.engines["reduce_scatter"][0] == "plain kernel"
 
 
+def _reducing(mib: int, *, ranks: int = 4, narrow: bool = False) -> FakePlan:
+    """A plan whose largest chunk of a rank has so many MiB."""
+    large = dataclasses.replace(SMALL[0], nbytes=ranks * mib << 20, ranks=tuple(range(ranks)), narrow=narrow)
+    return dataclasses.replace(DIRECT, needs=(*DIRECT.needs, large))
+
+
 @pytest.mark.parametrize(("mib", "engine"), [(31, "symmetric kernel"), (32, "copy engine")])
 def test_auto_pulls_large_reduce_scatters(monkeypatch, mib, engine) -> None:
-    ring = next(r for r in DIRECT.rings if r.role == "reduce_scatter")
-    slot = len(DIRECT.ranks) * mib << 20
-    rings = (*(r for r in DIRECT.rings if r is not ring), dataclasses.replace(ring, slot_bytes=slot))
-    plan = dataclasses.replace(DIRECT, rings=rings)
-    assert _judge(monkeypatch, GroupFacts(), plan, reduce_scatter="auto").engines["reduce_scatter"][0] == engine
-    assert _judge(monkeypatch, GroupFacts(), plan, reduce_scatter="auto").reduce_way == (
-        "copy_engine" if mib >= 32 else "nccl"
-    )
-    assert verdict.reduce_way([DIRECT, plan], "auto") == ("copy_engine" if mib >= 32 else "nccl"), (
-        "the largest of all plans"
-    )
-    assert verdict.reduce_way([plan], "nccl") == "nccl"
+    way, plan = ("copy_engine" if mib >= 32 else "nccl"), _reducing(mib)
+    judged = _judge(monkeypatch, GroupFacts(), plan, reduce_scatter="auto")
+    assert judged.engines["reduce_scatter"][0] == engine
+    assert judged.reduce_way == way
+    assert verdict.reduce_way([DIRECT, plan], False, "auto") == way, "the largest of all plans"
+    assert verdict.reduce_way([plan], False, "nccl") == "nccl"
+    assert verdict.reduce_way([], False, "auto") == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mib", "narrow", "way"),
+    [
+        (2, 63, False, "nccl"),
+        (2, 64, False, "copy_engine"),
+        (2, 63, True, "nccl"),
+        (4, 256, False, "nccl"),
+        (4, 63, True, "nccl"),
+        (4, 64, True, "copy_engine"),
+    ],
+)
+def test_auto_asks_more_where_ranks_share_a_gpu(ranks, mib, narrow, way) -> None:
+    plan = _reducing(mib, ranks=ranks, narrow=narrow)
+    assert verdict.reduce_way([plan], True, "auto") == way
+    assert verdict.reduce_way([plan], True, "copy_engine") == "copy_engine"
+
+
+def test_facts_of_a_shared_gpu_reach_the_choice(monkeypatch) -> None:
+    shared = GroupFacts(devices=("GPU-0",) * 4)
+    assert _judge(monkeypatch, shared, _reducing(256), reduce_scatter="auto").reduce_way == "nccl"
+    assert _judge(monkeypatch, shared, _reducing(256, narrow=True), reduce_scatter="auto").reduce_way == "copy_engine"
 
 
 @pytest.mark.parametrize(
