@@ -49,8 +49,8 @@ class Block:
 
 
 # Larger rows are copied one by one: engines take longer over a copy with large rows than over as many copies. Tried on
-# an H200 that 4 ranks share, with a Llama block of nine parameters in five or six copies a peer: 0.90 ms instead of 0.63
-# for 64 MiB a rank (rows of 5 and 18 MiB), 0.29 instead of 0.35 for 8 MiB (rows of 0.6 and 2.2 MiB).
+# an H200 that 4 ranks share, with a Llama block's nine parameters in five or six copies a peer: 0.90 ms instead of
+# 0.63 for 64 MiB a rank (rows of 5 and 18 MiB), 0.29 instead of 0.35 for 8 MiB (rows of 0.6 and 2.2 MiB).
 _MOST_ROW_BYTES = 3 << 20
 _MAX_PITCH = 2**31 - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH
 
