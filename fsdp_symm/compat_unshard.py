@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -234,26 +234,19 @@ def made_outputs(group: ParamGroup) -> list[tuple[int, torch.dtype]]:
     return [(n, t.dtype) for n, t in zip(sizes, made, strict=True)]
 
 
-class Allocation(NamedTuple):
-    """The unsharded tensors of one parameter: its number, and elements and type of each all-gather input."""
-
-    param: int
-    numels: list[int]
-    dtypes: list[torch.dtype]
-
-
-def allocate_outputs(group: ParamGroup, allocations: Sequence[Allocation], world_size: int) -> list[torch.Tensor]:
-    """The unsharded tensors, flat, with their storages allocated; one for each input.
-
-    Args:
-        allocations: one for each parameter, in the order in which they are made.
-    """
-    native = group.native
-    for index, numels, dtypes in allocations:
-        param = native.fsdp_params[index]
-        param.init_all_gather_outputs(numels, dtypes, world_size, native.device)
+def allocate_outputs(
+    group: ParamGroup, numels: Sequence[int], dtypes: Sequence[torch.dtype], counts: Sequence[int], world_size: int
+) -> list[torch.Tensor]:
+    """The unsharded tensors, flat, with their storages allocated; one for each input."""
+    native, outputs, at = group.native, [], 0
+    for param, count in zip(native.fsdp_params, counts, strict=True):
+        param.init_all_gather_outputs(
+            list(numels[at : at + count]), list(dtypes[at : at + count]), world_size, native.device
+        )
         param.alloc_all_gather_outputs()
-    return [output for param in native.fsdp_params for output in param.all_gather_outputs]
+        outputs += param.all_gather_outputs
+        at += count
+    return outputs
 
 
 # --- watching FSDP2's steps from outside -------------------------------------------------------------------

@@ -209,18 +209,9 @@ def part_elements(slot_bytes: int, chunk: int, ranks: int, itemsize: int) -> int
     return None
 
 
-def largest_first(nbytes: Sequence[int]) -> list[int]:
-    """Numbers of the shards in the order in which they lie in memory: equal ones side by side, so that one copy can
-    fetch several of them."""
-    return sorted(range(len(nbytes)), key=lambda index: -nbytes[index])
-
-
 def shard_offsets(nbytes: Sequence[int]) -> list[int]:
     """Where each shard starts in a slot of the lane ``"unshard"``."""
-    order = largest_first(nbytes)
-    starts = itertools.accumulate((_align(nbytes[index], SHARD_ALIGNMENT_BYTES) for index in order), initial=0)
-    found = dict(zip(order, starts, strict=False))
-    return [found[index] for index in range(len(nbytes))]
+    return [0, *itertools.accumulate(_align(n, SHARD_ALIGNMENT_BYTES) for n in nbytes)][: len(nbytes)]
 
 
 def packed_nbytes(nbytes: Sequence[int]) -> int:

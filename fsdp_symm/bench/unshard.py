@@ -69,7 +69,7 @@ class Arenas:
 
     def __init__(self, world: World, largest: BlockShards) -> None:
         whole = largest.nbytes * world.size
-        own = [Ring("unshard", _SLOTS, largest.layout(world.rank).nbytes), Ring("all_gather", 1, whole)]
+        own = [Ring("unshard", _SLOTS, largest.slot_nbytes), Ring("all_gather", 1, whole)]
         backend = "nccl" if world.on_gpu else "host"
         self.own = SymmMemArena(world.group, own, backend=backend, device=world.device, timeout_s=_ARENA_TIMEOUT_S)
         self.staged: SymmMemArena | None = None
@@ -97,24 +97,24 @@ class Direct:
     def __init__(self, world: World, shards: BlockShards, arena: SymmMemArena, parameters: Parameters) -> None:
         self._world, self._shards, self._arena, self._parameters = world, shards, arena, parameters
         self._masters = shards.masters(world.rank, world.device)
-        self._layout = shards.layout(world.rank)
+        self._plan = shards.plan(world.rank)
         self._wire = wire_of(arena)
         self._copies: dict[int, CopyIn] = {}  # by address of the slot
 
     def copy_in(self, address: int) -> None:
         """Cast this rank's shards into the slot there, for the peers, and to their own places."""
         if address not in self._copies:
-            shards = self._layout.in_slot(address, self._world.device)
+            shards = self._shards.views(address, self._shards.offsets, self._world.device)
             self._copies[address] = CopyIn(shards, self._parameters.own)
         self._copies[address].run(self._masters)
 
     def run(self, *, whole: bool) -> None:
         """The next slot, the copy-in if ``whole``, and the pull."""
-        slot, lease = self._arena.reserve("unshard", self._layout.nbytes, owner="bench")
+        slot, lease = self._arena.reserve("unshard", self._shards.slot_nbytes, owner="bench")
         if whole:
             self.copy_in(slot)
-        epoch, plan, targets = self._arena.next_epoch(lease), self._parameters.plan, self._parameters.pulled
-        self._wire.pull(lease, epoch, plan, targets, what=self._layout.what, async_op=False)
+        epoch, targets = self._arena.next_epoch(lease), self._parameters.targets
+        self._wire.pull(lease, epoch, self._plan, targets, what="bench: direct placement", async_op=False)
 
     def poison_peers(self) -> None:
         """Wrong parameters, but for this rank's own shards, which an exchange does not touch."""
@@ -124,7 +124,7 @@ class Direct:
     def ways(self) -> list[Way]:
         """The whole, and the exchange alone from slots that are filled here, which is the placing."""
         for _ in range(_SLOTS):
-            self.copy_in(self._arena.reserve("unshard", self._layout.nbytes, owner="bench")[0])
+            self.copy_in(self._arena.reserve("unshard", self._shards.slot_nbytes, owner="bench")[0])
         exchange = partial(self.run, whole=False)
         return [
             self._parameters.way(DIRECT, partial(self.run, whole=True)),
@@ -297,7 +297,7 @@ def _measure_size(world: World, clock: Clock, bench: UnshardBench, shards: Block
 def measure_ranks(world: World, bench: UnshardBench) -> list[dict[str, Any]]:
     """What every rank does."""
     blocks = [BlockShards.scaled(int(mib * 2**20), world.size) for mib in bench.mib]
-    arenas = Arenas(world, max(blocks, key=lambda b: b.nbytes))
+    arenas = Arenas(world, max(blocks, key=lambda b: b.slot_nbytes))
     clock = Clock(world)
     lines = [line for shards in blocks for line in _measure_size(world, clock, bench, shards, arenas)]
     world.meet()

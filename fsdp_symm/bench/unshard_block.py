@@ -14,8 +14,8 @@ import torch
 from fsdp_symm import compat
 from fsdp_symm.bench.launch import World
 from fsdp_symm.bench.timing import Way
-from fsdp_symm.memory.unsharded import UnshardedMemory
-from fsdp_symm.shard_layout import ShardLayout, Shards
+from fsdp_symm.plan import packed_nbytes, shard_offsets
+from fsdp_symm.wire.pulls import Block, PullPlan
 
 POISON = -21555  # the bits of a bf16 number that is much smaller than any of a test shard
 
@@ -47,11 +47,25 @@ class BlockShards:
         """Bytes of one rank's shards in bf16, tight."""
         return 2 * sum(self.numels)
 
-    def layout(self, rank: int) -> ShardLayout:
-        """How direct placement lays the shards out, in a slot and in the unsharded parameters."""
-        count = len(self.numels)
-        shards = Shards(self.numels, (torch.bfloat16,) * count, (1,) * count, (1,) * count)
-        return ShardLayout.of(shards, rank, self.world_size, "bench")
+    @property
+    def offsets(self) -> list[int]:
+        """Where each shard starts in a slot of direct placement, in bytes."""
+        return shard_offsets([2 * n for n in self.numels])
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of such a slot."""
+        return packed_nbytes([2 * n for n in self.numels])
+
+    def plan(self, rank: int) -> PullPlan:
+        """Every peer's shards to their places in the unsharded parameters."""
+        blocks = [
+            Block(peer, offset, index, 2 * peer * n, 2 * n)
+            for peer in range(self.world_size)
+            if peer != rank
+            for index, (offset, n) in enumerate(zip(self.offsets, self.numels, strict=True))
+        ]
+        return PullPlan(blocks, rank=rank, world_size=self.world_size)
 
     def master(self, rank: int, index: int, device: torch.device) -> torch.Tensor:
         """Rank ``rank``'s fp32 shard of parameter ``index``: the same numbers wherever they are made."""
@@ -75,26 +89,11 @@ class BlockShards:
 
 
 class Parameters:
-    """The unsharded parameters ``bf16 [W * n]`` that every way fills, allocated as direct placement does it.
-
-    Attributes:
-        targets: the parameters.
-        own: this rank's own places in them.
-        plan, pulled: what direct placement pulls, and the tensors that it is for.
-    """
+    """The unsharded parameters ``bf16 [W * n]`` that every way fills."""
 
     def __init__(self, world: World, shards: BlockShards) -> None:
         self._world, self._shards = world, shards
-        layout = shards.layout(world.rank)
-        self._place = UnshardedMemory(world.device).take(long_lived=False)
-        with self._place.allocating():
-            self._place.make_room("bench", layout.whole_nbytes)
-            made = {
-                a.param: torch.empty(a.numels[0] * world.size, dtype=a.dtypes[0], device=world.device)
-                for a in layout.allocations
-            }
-        self.targets = [made[index] for index in range(len(made))]
-        self.plan, self.pulled = layout.pull(self.targets, self._place.rooms)
+        self.targets = [torch.empty(n * world.size, dtype=torch.bfloat16, device=world.device) for n in shards.numels]
         self._rows = [t.view(world.size, -1) for t in self.targets]
         self.own = [rows[world.rank] for rows in self._rows]
 

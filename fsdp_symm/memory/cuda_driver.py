@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,37 +72,29 @@ class _Copy2D(ctypes.Structure):  # CUDA_MEMCPY2D
     )
 
 
-class MemOp(NamedTuple):
-    """One operation on a word of device memory; made by :func:`wait_for`, :func:`write` and :func:`write_pointer`."""
-
-    kind: int
-    address: int
-    value: int
-
-
-def wait_for(address: int, number: int) -> MemOp:
-    """Until the 32-bit word there is at least that."""
-    return MemOp(_WAIT_VALUE_32, address, number)
-
-
-def write(address: int, number: int) -> MemOp:
-    """A 32-bit word, behind a barrier for all that the stream wrote before."""
-    return MemOp(_WRITE_VALUE_32, address, number)
-
-
-def write_pointer(address: int) -> MemOp:
-    """A 64-bit word, which :meth:`MemOps.set_pointer` gives a value."""
-    return MemOp(_WRITE_VALUE_64, address, 0)
-
-
 class MemOps:
-    """Operations for one call of ``cuStreamBatchMemOp``, which carries them out in this order."""
+    """Waits and writes of words for one call of ``cuStreamBatchMemOp``, in this order.
 
-    def __init__(self, ops: Sequence[MemOp]) -> None:
-        self._ops = np.zeros(len(ops), _MEM_OP)
-        self._ops["operation"] = [op.kind for op in ops]
-        self._ops["address"] = np.array([op.address for op in ops], np.uint64)
-        self._ops["value"] = np.array([op.value for op in ops], np.uint64)
+    Args:
+        waits: (address of a 32-bit word, number to wait for: the word is at least that).
+        writes: (address of a 32-bit word, number to write).
+        pointer: address of a 64-bit word that :meth:`set_pointer` gives a value.
+    """
+
+    def __init__(
+        self,
+        *,
+        waits: Sequence[tuple[int, int]] = (),
+        writes: Sequence[tuple[int, int]] = (),
+        pointer: int | None = None,
+    ) -> None:
+        pointers = [] if pointer is None else [(pointer, 0)]
+        kinds = [_WAIT_VALUE_32] * len(waits) + [_WRITE_VALUE_32] * len(writes) + [_WRITE_VALUE_64] * len(pointers)
+        words = [*waits, *writes, *pointers]
+        self._ops = np.zeros(len(kinds), _MEM_OP)
+        self._ops["operation"] = kinds
+        self._ops["address"] = np.array([address for address, _ in words], np.uint64)
+        self._ops["value"] = np.array([number for _, number in words], np.uint64)
         self._ops["flags"] = _WAIT_GEQ
         self.count = len(self._ops)
         self.address = ctypes.c_void_p(self._ops.ctypes.data)

@@ -103,12 +103,10 @@ class DeviceSegment(abc.ABC):
             torch.cuda.synchronize(device)
         self._tell(None)  # every rank's flags are set before any peer writes one
         self.flags: StreamFlags | None = None
-        near = self._on_this_gpu()
-        self.shares_gpu = bool(near)
         if self.peers is not None:
-            controls = [p + self._control_at for p in self.peers]
-            self.flags = StreamFlags(self.driver, controls, self.rank, num_slots, near)
+            self.flags = StreamFlags(self.driver, [p + self._control_at for p in self.peers], self.rank, num_slots)
         self.notices = self._notice_board(num_slots)
+        self.shares_gpu = self._shares_gpu()
         self._mirror = torch.empty(control_nbytes(len(self.ranks), num_slots) // 4, dtype=torch.int32, pin_memory=True)
         self._mirror_on_device = compat.raw_tensor(self._mirror.data_ptr(), self._mirror.nbytes, device)
         self._mirror_stream = torch.cuda.Stream(device, priority=_WATCHDOG_PRIORITY)
@@ -150,8 +148,7 @@ class DeviceSegment(abc.ABC):
             return HostSegment(self._group, 0, num_slots, self.timeout_s)
         return None
 
-    def _on_this_gpu(self) -> set[int]:
-        """Group ranks of the peers that run on this rank's GPU."""
+    def _shares_gpu(self) -> bool:
         names = exchange(
             self._group,
             compat.device_uuid(self.device).encode(),
@@ -159,7 +156,7 @@ class DeviceSegment(abc.ABC):
             timeout_s=self.timeout_s,
             fix="look for an error on the missing ranks; raise timeout_s if they are merely slow",
         )
-        return {peer for peer, name in enumerate(names) if name == names[self.rank] and peer != self.rank}
+        return names.count(names[self.rank]) > 1
 
     # --- memory ---
 

@@ -4,9 +4,8 @@ For every slot and peer a rank owns two 32-bit words that the peer sets to 1 and
 *ready*, "my slot holds data for you", and *done*, "I have read yours". A slot's next data is written only after every
 peer's *done*, so no word is ever set twice in a row. The protocol has no numbers in it, so a whole call, waits
 included, can be captured as a graph and replayed; NCCL's copy-engine collectives do the same inside CUDA graphs
-(v2.30.7 src/ce_coll.cc). Words of peers on other GPUs are written by four-byte copies out of a constant word; all else
-is stream memory operations, also the words of peers that share this rank's GPU, where a copy costs the host 4 to 7
-microseconds (measured on an H200 under MPS).
+(v2.30.7 src/ce_coll.cc). Remote words are written by four-byte copies out of a constant word, and waited for by stream
+memory operations.
 
 Layout of the control block, in words of four bytes (S slots, W ranks)::
 
@@ -19,12 +18,12 @@ Layout of the control block, in words of four bytes (S slots, W ranks)::
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
-from fsdp_symm.memory.cuda_driver import Copies, CudaDriver, MemOp, MemOps, wait_for, write
+from fsdp_symm.memory.cuda_driver import Copies, CudaDriver, MemOps
 
 Kind = Literal["ready", "done"]
 KINDS: tuple[Kind, ...] = ("ready", "done")
@@ -53,50 +52,35 @@ class StreamFlags:
         controls: address of every rank's control block in this process, by group rank.
         rank: this rank's number in the group.
         num_slots: S.
-        near: group ranks on this rank's GPU.
     """
 
-    def __init__(
-        self,
-        driver: CudaDriver,
-        controls: Sequence[int],
-        rank: int,
-        num_slots: int,
-        near: Collection[int] = (),
-    ) -> None:
+    def __init__(self, driver: CudaDriver, controls: Sequence[int], rank: int, num_slots: int) -> None:
         self._driver = driver
         self._rank = rank
         self._world_size = len(controls)
         self._num_slots = num_slots
         self._controls = tuple(controls)
         self._peers = [(rank + step) % len(controls) for step in range(1, len(controls))]
-        self._near = [peer for peer in self._peers if peer in near]
-        self._far = [peer for peer in self._peers if peer not in near]
         # A slot's operations never change: they are made once.
-        self._start = functools.cache(lambda slot: MemOps(self._starting(slot)))
-        self._take = functools.cache(lambda slot: MemOps(self._taking(slot)))
-        self._start_and_take = functools.cache(lambda slot: MemOps(self._starting(slot) + self._taking(slot)))
-        self._readers = functools.cache(lambda slot: MemOps([wait_for(word, 1) for word in self._own("done", slot)]))
-        self._near_done = functools.cache(lambda slot: MemOps(self._signals("done", slot)))
-        self._copied = functools.cache(self._copied_signals)
+        self._start = functools.cache(self._make_start)
+        self._take = functools.cache(self._make_take)
+        self._readers = functools.cache(lambda slot: MemOps(waits=self._own("done", slot)))
+        self._signal = functools.cache(self._make_signal)
 
-    # --- one call: await_readers, meet, finish; on one stream, or captured as it is ---
+    # --- one call: await_readers, publish, await_data, finish; on one stream, or captured as it is ---
 
-    def meet(self, slot: int, stream: int, *, capturing: bool) -> None:
-        """Tell every peer that the slot holds data, hold the stream until every peer has told this rank, and take the
-        words back. After :meth:`await_readers`, in the order of streams."""
-        if not self._far:
-            self._driver.mem_ops(self._start_and_take(slot), stream)
-            return
+    def publish(self, slot: int, stream: int, *, capturing: bool) -> None:
+        """Tell every peer that the slot holds data. After :meth:`await_readers`, in the order of streams."""
         self._driver.mem_ops(self._start(slot), stream)
-        self._driver.copy(self._copied("ready", slot), stream, capturing=capturing)
+        self._driver.copy(self._signal("ready", slot), stream, capturing=capturing)
+
+    def await_data(self, slot: int, stream: int) -> None:
+        """Hold the stream until every peer has published, and take the words back."""
         self._driver.mem_ops(self._take(slot), stream)
 
     def finish(self, slot: int, stream: int, *, capturing: bool) -> None:
         """Tell every peer that its slot was read."""
-        self._driver.mem_ops(self._near_done(slot), stream)
-        if self._far:
-            self._driver.copy(self._copied("done", slot), stream, capturing=capturing)
+        self._driver.copy(self._signal("done", slot), stream, capturing=capturing)
 
     def await_readers(self, slot: int, stream: int) -> None:
         """Hold the stream until every peer has read what this slot held last."""
@@ -115,30 +99,19 @@ class StreamFlags:
     def _address(self, owner: int, index: int) -> int:
         return self._controls[owner] + _WORD_BYTES * index
 
-    def _own(self, kind: Kind, slot: int) -> list[int]:
-        """Addresses of the words that the peers set."""
-        return [self._address(self._rank, self.index(kind, slot, peer)) for peer in self._peers]
+    def _own(self, kind: Kind, slot: int) -> list[tuple[int, int]]:
+        return [(self._address(self._rank, self.index(kind, slot, peer)), 1) for peer in self._peers]
 
-    def _remote(self, kind: Kind, slot: int, peers: Sequence[int]) -> list[int]:
-        """Addresses of the words that this rank sets."""
-        mine = self.index(kind, slot, self._rank)
-        return [self._address(peer, mine) for peer in peers]
+    def _make_start(self, slot: int) -> MemOps:
+        done = [(address, 0) for address, _ in self._own("done", slot)]
+        return MemOps(writes=[*done, (self._address(self._rank, self.stage_index(slot)), STARTED)])
 
-    # --- what is enqueued ---
-
-    def _starting(self, slot: int) -> list[MemOp]:
-        done = [write(word, 0) for word in self._own("done", slot)]
-        stage = write(self._address(self._rank, self.stage_index(slot)), STARTED)
-        return [*done, stage, *self._signals("ready", slot)]
-
-    def _taking(self, slot: int) -> list[MemOp]:
+    def _make_take(self, slot: int) -> MemOps:
         ready = self._own("ready", slot)
-        stage = write(self._address(self._rank, self.stage_index(slot)), FETCHING)
-        return [*(wait_for(word, 1) for word in ready), *(write(word, 0) for word in ready), stage]
+        stage = (self._address(self._rank, self.stage_index(slot)), FETCHING)
+        return MemOps(waits=ready, writes=[*((address, 0) for address, _ in ready), stage])
 
-    def _signals(self, kind: Kind, slot: int) -> list[MemOp]:
-        return [write(word, 1) for word in self._remote(kind, slot, self._near)]
-
-    def _copied_signals(self, kind: Kind, slot: int) -> Copies:
+    def _make_signal(self, kind: Kind, slot: int) -> Copies:
         one = self._address(self._rank, len(KINDS) * self._num_slots * self._world_size + self._num_slots)
-        return Copies([(word, one, _WORD_BYTES) for word in self._remote(kind, slot, self._far)])
+        mine = self.index(kind, slot, self._rank)
+        return Copies([(self._address(peer, mine), one, _WORD_BYTES) for peer in self._peers])

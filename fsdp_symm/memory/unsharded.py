@@ -4,68 +4,25 @@ FSDP2 frees an unsharded parameter when it is resharded, by host order, while ke
 own copy-out then runs on the same stream and cannot overtake them; a copy engine on another stream could. So the
 memory comes from places that are handed out in turn, and a place is filled again only after the event of its last
 reshard. With two places the next layer's fill waits for the layer *before* the one being computed, never for that one.
-
-A layer's parameters are allocated from one block of the allocator, a *room*, in a given order: those of equal size then
-lie at even distances, and one copy can fill several of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fsdp_symm import compat
 
-# The allocator hands out multiples of this (CUDACachingAllocator.cpp, kMinBlockSize, 2.13-2.15), and takes tensors of
-# up to 1 MiB from other blocks than larger ones (kSmallSize).
-_GRAIN_BYTES = 512
-_SMALL_BYTES = 1 << 20
-
-
-class Room(NamedTuple):
-    """One block of the allocator, from which tensors are cut."""
-
-    address: int
-    nbytes: int
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the whole tensor lies in it."""
-        start = tensor.data_ptr() - self.address
-        return start >= 0 and start + tensor.nbytes <= self.nbytes
-
 
 class Place:
-    """One allocator pool on a GPU, with the events of the reads that its next filling must come after.
+    """One allocator pool on a GPU, with the events of the reads that its next filling must come after."""
 
-    Args:
-        key: the stream that its memory belongs to.
-        shared: several owners' tensors lie there at once.
-
-    Attributes:
-        rooms: blocks that were made for whole layers. What is cut from them is checked by its address, since another
-            setting of the allocator may cut elsewhere.
-    """
-
-    def __init__(self, key: torch.cuda.Stream, *, shared: bool) -> None:
+    def __init__(self, key: torch.cuda.Stream) -> None:
         self._key = key
-        self._shared = shared
         self._pool = torch.cuda.MemPool()
         self._readers: dict[int, torch.cuda.Event] = {}  # by stream: the last event of each
-        self._roomy: dict[str, int] = {}  # bytes of the largest room by owner, who is "" where they take turns
-        self.rooms: list[Room] = []
-
-    def make_room(self, owner: str, sizes: Sequence[int]) -> None:
-        """Have one block for tensors of these bytes, unless there is one for this owner. Within :meth:`allocating`."""
-        owner = owner if self._shared else ""
-        nbytes = sum(-(-n // _GRAIN_BYTES) * _GRAIN_BYTES for n in sizes if n > _SMALL_BYTES)
-        if nbytes <= self._roomy.get(owner, 0):
-            return
-        self._roomy[owner] = nbytes
-        block = torch.empty(nbytes, dtype=torch.uint8, device=self._key.device)  # free again at once, and kept whole
-        self.rooms.append(Room(block.data_ptr(), nbytes))
 
     def order_after_readers(self, stream: torch.cuda.Stream) -> None:
         """Let ``stream`` wait until nobody reads what the place held."""
@@ -93,10 +50,6 @@ class _HostPlace(Place):
 
     def __init__(self) -> None:
         """Nothing to hold."""
-        self.rooms = []
-
-    def make_room(self, owner: str, sizes: Sequence[int]) -> None:
-        """Every tensor has a block of its own."""
 
     def order_after_readers(self, stream: Any) -> None:
         """The host has done it."""
@@ -123,12 +76,12 @@ class UnshardedMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._key = None if device.type == "cpu" else torch.cuda.Stream(device)
-        self._long_lived = self._new(shared=True)
+        self._long_lived = self._new()
         self._free: list[Place] = []
         self.places = 0  # places of the ring so far
 
-    def _new(self, *, shared: bool) -> Place:
-        return _HostPlace() if self._key is None else Place(self._key, shared=shared)
+    def _new(self) -> Place:
+        return _HostPlace() if self._key is None else Place(self._key)
 
     def take(self, *, long_lived: bool) -> Place:
         """The place that has been free for longest, or a new one."""
@@ -136,7 +89,7 @@ class UnshardedMemory:
             return self._long_lived
         if self.places < 2 or not self._free:  # two at least: one is filled while the other is read
             self.places += 1
-            return self._new(shared=False)
+            return self._new()
         return self._free.pop(0)
 
     def give(self, place: Place) -> None:

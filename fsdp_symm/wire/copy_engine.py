@@ -134,7 +134,8 @@ class CopyEngineWire:
         self, key: Hashable, plan: PullPlan, lease: Lease, places: list[tuple[int, int]], where: Enqueueing
     ) -> None:
         """The protocol, with all blocks copied to ``places`` (address and bytes of each target)."""
-        self._flags.meet(lease.index, where.handle, capturing=where.capturing)
+        self._flags.publish(lease.index, where.handle, capturing=where.capturing)
+        self._flags.await_data(lease.index, where.handle)
         copies = self._replays.kept_copies(key, lambda parts: self._copies(plan, lease, places, parts), where)
         self._replays.copy(copies, where)
         self._flags.finish(lease.index, where.handle, capturing=where.capturing)

@@ -21,7 +21,7 @@ import torch
 from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemError, problem
 from fsdp_symm.memory.arena import Lease
-from fsdp_symm.memory.cuda_driver import Copies, MemOps, write_pointer
+from fsdp_symm.memory.cuda_driver import Copies, MemOps
 from fsdp_symm.memory.device import DeviceSegment
 from fsdp_symm.memory.stream_flags import StreamFlags
 from fsdp_symm.wire.device_sum import PieceSum
@@ -94,7 +94,7 @@ class PullReduce:
         self._replays = replays
         self._pulls = torch.cuda.Stream(segment.device, priority=-1)  # as FSDP2's streams of collectives
         self._output = torch.zeros(1, dtype=torch.int64, device=segment.device)  # where the kernels write
-        self._output_word = MemOps([write_pointer(self._output.data_ptr())])
+        self._output_word = MemOps(pointer=self._output.data_ptr())
         self._staging: list[torch.Tensor] = []
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # where the last call ran, and its end
         self._captured = False  # whether a graph of the user's names the buffers
@@ -151,7 +151,8 @@ class PullReduce:
         """The protocol (:mod:`fsdp_symm.wire.copy_engine`), with all pieces pulled on a stream forked off and joined
         again, and summed on the call's."""
         stream, pulls = where.stream, self._pulls
-        self._flags.meet(job.slot, where.handle, capturing=where.capturing)
+        self._flags.publish(job.slot, where.handle, capturing=where.capturing)
+        self._flags.await_data(job.slot, where.handle)
         pulls.wait_event(stream.record_event())
         own = job.input + self._segment.rank * job.chunk_bytes
         copies = self._replays.kept_copies(job, lambda _: [self._copies(job, piece) for piece in job.pieces], where)

@@ -7,7 +7,6 @@ arrays.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -48,38 +47,7 @@ class Block:
         return self.offset + (self.rows - 1) * self.pitch + self.nbytes
 
 
-# Larger rows are copied one by one: engines take longer over a copy with large rows than over as many copies. Tried on
-# an H200 that 4 ranks share, with a Llama block's nine parameters in five or six copies a peer: 0.90 ms instead of
-# 0.63 for 64 MiB a rank (rows of 5 and 18 MiB), 0.29 instead of 0.35 for 8 MiB (rows of 0.6 and 2.2 MiB).
-_MOST_ROW_BYTES = 3 << 20
-_MAX_PITCH = 2**31 - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH
-
 _numbers = itertools.count()
-
-
-def in_rows(blocks: Iterable[Block]) -> list[Block]:
-    """The same bytes in fewer blocks: small ones of equal size that follow one another in a peer's slot and lie at even
-    distances in a target become rows of one, since every copy costs the host and the engine some microseconds."""
-    found: list[Block] = []
-    for block in sorted(blocks, key=lambda b: (b.peer, b.target, b.nbytes, b.rows, b.source)):
-        last = found[-1] if found else None
-        if last is not None and block.rows == 1 and _continues(last, block):
-            found[-1] = dataclasses.replace(last, rows=last.rows + 1, pitch=_pitch(last, block))
-        else:
-            found.append(block)
-    return found
-
-
-def _pitch(last: Block, block: Block) -> int:
-    return last.pitch if last.rows > 1 else block.offset - last.offset
-
-
-def _continues(last: Block, block: Block) -> bool:
-    """Whether ``block``, a single row, is the next row of ``last``."""
-    same = (last.peer, last.target, last.nbytes) == (block.peer, block.target, block.nbytes)
-    pitch = _pitch(last, block)
-    follows = block.source == last.source + last.packed_nbytes and block.offset == last.offset + last.rows * pitch
-    return same and follows and last.nbytes <= _MOST_ROW_BYTES and last.nbytes <= pitch <= _MAX_PITCH
 
 
 def _check(block: Block) -> None:

@@ -160,8 +160,7 @@ class SimulatedSegment(DeviceSegment):
         self._pointer, self._data_bytes = self.peers[rank], data_bytes
         self._uses: dict[int, _LastUse] = {}
         self._alive = {}
-        near = set(range(len(memories))) - {rank} if shares_gpu else ()
-        self.flags = StreamFlags(self.driver, [p + data_bytes for p in self.peers], rank, NUM_SLOTS, near)
+        self.flags = StreamFlags(self.driver, [p + data_bytes for p in self.peers], rank, NUM_SLOTS)
         self.notices = None
         self.shares_gpu = shares_gpu
 

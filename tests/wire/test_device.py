@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fsdp_symm.errors import SymmMemUnavailableError
-from fsdp_symm.memory.cuda_driver import Copies, MemOps, cuda_driver, wait_for, write, write_pointer
+from fsdp_symm.memory.cuda_driver import Copies, MemOps, cuda_driver
 from fsdp_symm.memory.stream_flags import StreamFlags, control_nbytes, first_words
 
 pytest.importorskip("triton")
@@ -121,98 +121,67 @@ def _ops(ops: MemOps) -> np.ndarray:
 
 
 def test_memory_operations_lie_as_the_driver_reads_them() -> None:
-    ops = MemOps([wait_for(0x1122334455667788, 7), write(0x10, 9), write_pointer(0x20)])
+    ops = MemOps(waits=[(0x1122334455667788, 7)], writes=[(0x10, 9)], pointer=0x20)
     ops.set_pointer(0xAABBCCDDEEFF0011)
-    first, second, third = _ops(ops)
-    assert [int(row[:4].view(np.uint32)[0]) for row in (first, second, third)] == [1, 2, 5]
-    assert int(first[8:16].view(np.uint64)[0]) == 0x1122334455667788
-    assert int(first[16:24].view(np.uint64)[0]) == 7
-    assert int(second[16:24].view(np.uint64)[0]) == 9
-    assert int(third[16:24].view(np.uint64)[0]) == 0xAABBCCDDEEFF0011
-    assert not first[24:].any(), "flag 0 waits for 'at least'"
+    wait, write, pointer = _ops(ops)
+    assert [int(row[:4].view(np.uint32)[0]) for row in (wait, write, pointer)] == [1, 2, 5]
+    assert int(wait[8:16].view(np.uint64)[0]) == 0x1122334455667788
+    assert int(wait[16:24].view(np.uint64)[0]) == 7
+    assert int(write[16:24].view(np.uint64)[0]) == 9
+    assert int(pointer[16:24].view(np.uint64)[0]) == 0xAABBCCDDEEFF0011
+    assert not wait[24:].any(), "flag 0 waits for 'at least'"
 
 
 @dataclass
 class FakeDriver:
-    """Streams of several ranks over one flat memory: each goes on until it waits for a word."""
+    """Carries out what a stream would, at once, on one flat memory."""
 
     memory: dict[int, int]
-    streams: dict[int, list[Callable[[], bool]]] = field(default_factory=dict)  # what is enqueued; False: not yet
-    copied: int = 0
+    stuck: list[int] = field(default_factory=list)
 
     def mem_ops(self, ops: MemOps, stream: int) -> None:
         for row in _ops(ops):
             kind, address = int(row[:4].view(np.uint32)[0]), int(row[8:16].view(np.uint64)[0])
             value = int(row[16:24].view(np.uint64)[0])
-            if kind == 1:
-                self._enqueue(stream, lambda a=address, v=value: self.memory[a] >= v)  # type: ignore[misc]
-            else:
-                self._enqueue(stream, lambda a=address, v=value: self._set(a, v))  # type: ignore[misc]
+            if kind == 1 and self.memory.get(address, 0) < value:
+                self.stuck.append(address)
+            elif kind == 2:
+                self.memory[address] = value
 
     def copy(self, copies: Copies, stream: int, *, capturing: bool = False) -> None:
         for target, source, _ in copies.flat:
-            self.copied += 1
-            self._enqueue(stream, lambda t=target, s=source: self._set(t, self.memory[s]))  # type: ignore[misc]
-
-    def _enqueue(self, stream: int, work: Callable[[], bool]) -> None:
-        self.streams.setdefault(stream, []).append(work)
-
-    def _set(self, address: int, value: int) -> bool:
-        self.memory[address] = value
-        return True
-
-    def stuck(self) -> set[int]:
-        """Let all streams run; which of them wait for ever?"""
-        moved = True
-        while moved:
-            moved = False
-            for queue in self.streams.values():
-                while queue and queue[0]():
-                    queue.pop(0)
-                    moved = True
-        return {stream for stream, queue in self.streams.items() if queue}
+            self.memory[target] = self.memory.get(source, 0)
 
 
-@pytest.mark.parametrize("near", ["nobody", "everybody", "neighbours"])
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_every_flag_has_a_word_of_its_own_and_reaches_its_peer(world_size: int, near: str) -> None:
-    num_slots, everybody = 3, range(world_size)
-    controls = [0x10000 * (r + 1) for r in everybody]
+def test_every_flag_has_a_word_of_its_own_and_reaches_its_peer(world_size: int) -> None:
+    num_slots = 3
+    controls = [0x10000 * (r + 1) for r in range(world_size)]
     first = first_words(world_size, num_slots).tolist()
     driver: Any = FakeDriver({control + 4 * i: word for control in controls for i, word in enumerate(first)})
-    sharing = {  # ranks on the GPU of each
-        "nobody": [set[int]() for _ in everybody],
-        "everybody": [set(everybody) - {r} for r in everybody],
-        "neighbours": [{p for p in everybody if p // 2 == r // 2 and p != r} for r in everybody],
-    }[near]
-    flags = [StreamFlags(driver, controls, rank, num_slots, sharing[rank]) for rank in everybody]
+    flags = [StreamFlags(driver, controls, rank, num_slots) for rank in range(world_size)]
     one = flags[0]
-    words = {one.index(k, s, p) for k in ("ready", "done") for s in range(num_slots) for p in everybody}
+    words = {one.index(k, s, p) for k in ("ready", "done") for s in range(num_slots) for p in range(world_size)}
     words |= {one.stage_index(s) for s in range(num_slots)}
     assert words == set(range(len(first) - 1)), "and the last one is the constant"
     assert 4 * len(first) == control_nbytes(world_size, num_slots)
 
-    calls, readers = set(everybody), {world_size + r for r in everybody}  # two streams of every rank
+    def stuck(wait: Callable[[StreamFlags], object]) -> int:
+        driver.stuck.clear()
+        for own in flags:
+            wait(own)
+        return len(driver.stuck)
+
+    everybody = world_size * (world_size - 1)
     for slot in (0, 2, 1, 2, 2):  # some come again
-        last = slot % world_size
-        for rank in everybody:
-            flags[rank].await_readers(slot, world_size + rank)
-        assert driver.stuck() == set()
-        for rank in calls - {last}:
-            flags[rank].meet(slot, rank, capturing=False)
-        assert driver.stuck() == calls - {last}, "one has not published yet"
-        flags[last].meet(slot, last, capturing=False)
-        assert driver.stuck() == set()
-        for rank in everybody:
-            flags[rank].await_readers(slot, world_size + rank)
-        assert driver.stuck() == readers, "nobody has read yet"
-        for rank in calls - {last}:
-            flags[rank].finish(slot, rank, capturing=False)
-        assert driver.stuck() == readers - ({world_size + last}), "one has not read the others' yet"
-        flags[last].finish(slot, last, capturing=False)
-        assert driver.stuck() == set()
-    far = sum(world_size - 1 - len(peers) for peers in sharing)
-    assert driver.copied == 2 * 5 * far, "words on this rank's own GPU are written without copies"
+        assert stuck(lambda own, s=slot: own.await_readers(s, 0)) == 0
+        assert stuck(lambda own, s=slot: own.await_data(s, 0)) == everybody, "nobody has published yet"
+        for own in flags:
+            own.publish(slot, 0, capturing=False)
+        assert stuck(lambda own, s=slot: own.await_readers(s, 0)) == everybody, "nobody has read yet"
+        assert stuck(lambda own, s=slot: own.await_data(s, 0)) == 0
+        for own in flags:
+            own.finish(slot, 0, capturing=False)
 
 
 # --- the watchdog ------------------------------------------------------------------------------------------
