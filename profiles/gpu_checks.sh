@@ -19,11 +19,11 @@ share_gpus
 export FSDP_SYMM_TEST_DEVICE=cuda
 export FSDP_SYMM_RANDOM_MODELS_4=10  # 500 random steps in all
 
-# tests NAME ESTIMATE ARGUMENT...: pytest on files, with reasons for what it leaves out.
+# tests NAME ESTIMATE ARGUMENT...: pytest on files, with the names of what passed and reasons for what it leaves out.
 tests() {
   local name=$1 estimate=$2
   shift 2
-  attempt "$name" "$name.txt" "$estimate" "$python" -m pytest -q -rs -p no:cacheprovider "$@"
+  attempt "$name" "$name.txt" "$estimate" "$python" -m pytest -q -rsp -p no:cacheprovider "$@"
 }
 
 # trains CONFIG RANKS ESTIMATE EXPECTED ARGUMENT...: a training run whose trace must show what is expected. Processes that
@@ -60,12 +60,12 @@ probes() {
 # Seconds are estimates on one H200, imports included.
 checks() {
   tests experts 250 tests/gpu/test_experts.py
-  tests copy_engine 130 tests/gpu/test_copy_engine.py
+  tests copy_engine 200 tests/gpu/test_copy_engine.py
   trains debug_dense_gpu 2 30 copy-engine:all_gather
   trains_experts 2 40
   trains_experts 4 60
   probes 2 30
-  tests random 180 tests/test_random.py
+  tests random 200 tests/test_random.py
   tests nccl 60 tests/gpu/test_nccl.py
   tests narrow 40 tests/test_narrow.py
   tests parity 450 tests/test_parity.py

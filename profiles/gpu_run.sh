@@ -29,16 +29,16 @@ training() {
 
 # Seconds are estimates on one H200, imports and profiles included.
 benchmarks() {
-  shared fsdp_step_w2 2 110 fsdp-step --widths 4096x4 --steps 10 --profiled-steps 5
-  shared unshard_w2 2 30 unshard --mib 8,32,128,256
+  shared fsdp_step_w2 2 165 fsdp-step --widths 4096x4 --steps 10 --profiled-steps 5
+  shared unshard_w2 2 35 unshard --mib 8,32,128,256
   shared experts_w2 2 130 experts --device cuda --experts 64x6,256x8 --tokens 4096 --hidden 2048
-  shared fsdp_step_w4 4 150 fsdp-step --widths 4096x4 --steps 8 --profiled-steps 3
-  shared unshard_w4 4 30 unshard --mib 8,32,64
+  shared fsdp_step_w4 4 180 fsdp-step --widths 4096x4 --steps 8 --profiled-steps 3
+  shared unshard_w4 4 35 unshard --mib 8,32,64
   shared experts_w4 4 150 experts --device cuda --experts 64x6 --tokens 4096 --hidden 2048
   training 2 35 debug_dense_gpu "symm plain native"
   training 2 35 debug_moe_gpu "symm+copy_engine plain+torchtitan native+torchtitan"
-  shared reduce_scatter_w2 2 110 reduce-scatter --mib 8,32,64,128,256 --pieces 4,8
-  shared reduce_scatter_w4 4 140 reduce-scatter --mib 8,32,64,128,256 --pieces 4,8
+  shared reduce_scatter_w2 2 50 reduce-scatter --mib 8,32,64,128,256 --pieces 4,8
+  shared reduce_scatter_w4 4 55 reduce-scatter --mib 8,32,64,128,256 --pieces 4,8
   shared fsdp_step_d2048_w2 2 100 fsdp-step --widths 2048x4 --steps 10 --profiled-steps 5
   shared experts_more_w2 2 150 experts --device cuda --experts 8x2,128x8 --tokens 1024,8192 --hidden 7168
 }
