@@ -137,10 +137,12 @@ def test_a_table_is_renewed_where_its_markers_are(tmp_path: Path, capsys: pytest
     assert main(["bench", "tables", "--root", str(root)]) == 0
     assert "`copy_engine` loses in" in document.read_text()
     assert "stale" not in document.read_text()
-    (root / "README.md").write_text((root / "README.md").read_text() + _markers("experts_cpu_w2"))
+    readme = (root / "README.md").read_text()
+    (root / "README.md").write_text(readme + _markers("experts_cpu_w2"))
     assert main(["bench", "tables", "--root", str(root)]) == 2
     assert "found no single pair of markers for 'experts_cpu_w2'" in capsys.readouterr().err
-    document.write_text(_markers("reduce_scatter_w4"))
+    (root / "README.md").write_text(readme)
+    (root / "profiles/experts_cpu_w2.csv").unlink()
     assert main(["bench", "tables", "--root", str(root)]) == 2
     assert "expected a CSV, fix: run the benchmark first" in capsys.readouterr().err
 
