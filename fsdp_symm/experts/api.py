@@ -16,7 +16,7 @@ from fsdp_symm.errors import SymmMemError, problem
 from fsdp_symm.experts import ops, symmetric
 from fsdp_symm.experts.config import EpConfig, Overflow, check_alignment, check_capacity, check_dtype, refuse
 from fsdp_symm.experts.context import EpContext, Routing, close_shared
-from fsdp_symm.experts.registry import check_answers, check_batch, check_ids
+from fsdp_symm.experts.registry import check_answers, check_batch, check_ids, check_tensor
 
 _current: EpContext | None = None
 
@@ -225,6 +225,8 @@ def ep_dispatch(
         SymmMemConfigError, SymmMemError: as :func:`ep_prepare`.
     """
     expected = buffer.context.config, buffer.payload_dtype
+    check_tensor("tokens", tokens)
+    check_tensor("topk_weights", topk_weights)
     if topk_idx is None:
         known = current_routing(buffer).home.shape[0], buffer.context.config.num_topk
         check_batch(tokens, tokens.new_empty(known, dtype=torch.int64), topk_weights, *expected)
@@ -275,6 +277,7 @@ def ep_combine(
 
 
 def _check_recv_weights(weights: torch.Tensor, num_rows: int, device: torch.device) -> None:
+    check_tensor("recv_topk_weights", weights)
     if weights.shape != (num_rows,) or weights.dtype != torch.float32 or weights.device != device:
         refuse(
             "ep_combine: recv_topk_weights",
@@ -285,6 +288,7 @@ def _check_recv_weights(weights: torch.Tensor, num_rows: int, device: torch.devi
 
 
 def _check_recv(recv_tokens: torch.Tensor, tokens: torch.Tensor, num_rows: int) -> None:
+    check_tensor("recv_tokens", recv_tokens)
     good = recv_tokens.shape == (num_rows, tokens.shape[1]) and recv_tokens.dtype == tokens.dtype
     good = good and recv_tokens.device == tokens.device
     if not good or not recv_tokens.is_contiguous() or recv_tokens.requires_grad:

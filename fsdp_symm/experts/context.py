@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import weakref
 from collections.abc import Callable
 from dataclasses import fields
@@ -19,9 +18,9 @@ import torch.distributed as dist
 from fsdp_symm import compat
 from fsdp_symm.errors import SymmMemConfigError, SymmMemError, problem
 from fsdp_symm.experts import routing
+from fsdp_symm.experts.agreement import agree
 from fsdp_symm.experts.config import EpConfig, refuse
 from fsdp_symm.experts.exchange import Exchange, Layout, Prepared
-from fsdp_symm.rendezvous import exchange
 
 TRANSPORTS = ("copy_engine", "copy_engine_exact", "all_to_all", "local")
 _ROOM_STEP = 64  # a grown buffer has some room to spare, so that it does not grow again at once
@@ -99,7 +98,9 @@ class EpContext:
         self.num_local = config.local_experts(group)
         self.first_expert = self.num_local * group.rank()
         self.closed = False
-        _agree(group, config, transport)
+        names = [field.name for field in fields(config) if field.name != "timeout_s"]  # which may differ
+        mine = {"transport": transport} | {name: str(getattr(config, name)) for name in names}
+        agree(group, "expert parallelism", mine, timeout_s=config.timeout_s)
         self.exchange: Exchange = _make_exchange(group, config, transport)
         self.key = f"expert context {next(_numbers)}"
         _contexts[self.key] = self
@@ -287,29 +288,6 @@ class _Facts:
                 )
             )
         return capacity
-
-
-def _agree(group: dist.ProcessGroup, config: EpConfig, transport: str) -> None:
-    """Compare what the ranks were configured with: later they would wait for each other, each for another reason."""
-    names = [field.name for field in fields(config) if field.name != "timeout_s"]  # which may differ
-    mine = {"transport": transport} | {name: str(getattr(config, name)) for name in names}
-    answers = exchange(
-        group,
-        json.dumps(mine).encode(),
-        what="comparing the ranks' configurations of expert parallelism",
-        timeout_s=config.timeout_s,
-        fix="set up expert parallelism on every rank of the group, in the same order",
-    )
-    theirs = dict(zip(compat.group_ranks(group), (json.loads(answer) for answer in answers), strict=True))
-    for name in mine:
-        found = {rank: settings.get(name, "nothing") for rank, settings in theirs.items()}
-        if len(set(found.values())) > 1:
-            refuse(
-                "expert parallelism: the ranks are configured differently",
-                found=", ".join(f"{name} {value} on rank {rank}" for rank, value in found.items()),
-                expected=f"the same {name} on every rank of group {list(found)}",
-                fix="pass the same arguments on all ranks",
-            )
 
 
 def _make_exchange(group: dist.ProcessGroup, config: EpConfig, transport: str) -> Exchange:

@@ -174,6 +174,7 @@ def check_batch(
     Raises:
         SymmMemConfigError: names the tensor.
     """
+    check_tensor("tokens", hidden)
     if hidden.dim() != 2 or hidden.shape[1] != config.hidden_dim:
         refuse(
             "expert parallelism: tokens",
@@ -193,6 +194,7 @@ def check_batch(
     _check_device("topk_idx", ids, hidden.device)
     if weights is None:
         return
+    check_tensor("topk_weights", weights)
     _check_device("topk_weights", weights, hidden.device)
     if weights.shape != ids.shape:
         refuse(
@@ -207,6 +209,21 @@ def check_batch(
             found=weights.dtype,
             expected=torch.float32,
             fix="topk_weights.float(); the cast is differentiable",
+        )
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Refuse what is no tensor.
+
+    Raises:
+        SymmMemConfigError: names the argument.
+    """
+    if not isinstance(value, torch.Tensor):
+        refuse(
+            f"expert parallelism: {name}",
+            found=f"{type(value).__name__} {value!r:.60}",
+            expected="a tensor",
+            fix="pass a torch.Tensor",
         )
 
 
@@ -226,6 +243,7 @@ def check_ids(ids: torch.Tensor, config: EpConfig, num_tokens: int | None = None
     Raises:
         SymmMemConfigError: says what was found.
     """
+    check_tensor("topk_idx", ids)
     if ids.dtype not in (torch.int32, torch.int64):
         refuse(
             "expert parallelism: topk_idx",
@@ -252,8 +270,9 @@ def check_answers(answers: torch.Tensor, rows: torch.Tensor, device: torch.devic
         device: where the rows are.
 
     Raises:
-        SymmMemConfigError: another shape, type or device than the rows'.
+        SymmMemConfigError: no tensor, or another shape, type or device than the rows'.
     """
+    check_tensor("what the experts returned", answers)
     _check_device("what the experts returned", answers, device)
     if answers.shape != rows.shape or answers.dtype != rows.dtype:
         refuse(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_symm import compat
+from fsdp_symm.experts.agreement import agree
 from fsdp_symm.experts.config import refuse
 from fsdp_symm.memory.arena import Lease, SymmMemArena
 from fsdp_symm.plan import SLOT_ALIGNMENT_BYTES, Ring
@@ -41,11 +42,13 @@ def symm_mem_alloc(
     first rows) is read by the peers in place, if it has room for ``max_tokens_per_rank`` rows and rows are not packed.
 
     Raises:
-        SymmMemConfigError: a negative size.
+        SymmMemConfigError: a negative size; another shape or dtype on some rank (raised on all).
         SymmMemMemoryError: the memory could not be had on some rank (raised on all).
     """
     if min(shape, default=0) < 0:
         refuse("symm_mem_alloc: shape", found=list(shape), expected="sizes >= 0", fix="pass the rows and the width")
+    mine = {"shape": str(list(shape)), "dtype": str(dtype)}
+    agree(ep_group, "symm_mem_alloc", mine, timeout_s=timeout_s)
     nbytes = prod(shape) * dtype.itemsize
     ring = Ring("dispatch", 1, align(nbytes))
     arena = SymmMemArena(ep_group, [ring], backend=backend_of(ep_group), device=device, timeout_s=timeout_s)

@@ -215,10 +215,16 @@ def _calls() -> dict[str, str]:
     refused("tokens_dim", lambda: ep_dispatch(buffer, tokens.view(2, 2, H), ids, weights))
     refused("weights_dtype", lambda: ep_dispatch(buffer, tokens, ids, weights.bfloat16()))
     refused("weights_shape", lambda: ep_dispatch(buffer, tokens, ids, weights[:, :1]))
+    refused("ids_list", lambda: ep_prepare(buffer, ids.tolist()))
+    refused("tokens_none", lambda: ep_dispatch(buffer, None, ids, weights))
+    refused("weights_none", lambda: ep_dispatch(buffer, tokens, ids, None))
     elsewhere = ids.to("meta")
     refused("ids_elsewhere", lambda: ep_dispatch(buffer, tokens, elsewhere, weights))
     refused("weights_elsewhere", lambda: ep_dispatch(buffer, tokens, ids, weights.to("meta")))
     rows, row_weights, _ = ep_dispatch(buffer, tokens, ids, weights)
+    refused("rows_none", lambda: ep_combine(buffer, None))
+    refused("row_weights_list", lambda: ep_combine(buffer, rows, recv_topk_weights=[1.0] * 8))
+    refused("recv_tuple", lambda: ep_dispatch(buffer, tokens, ids, weights, recv_tokens=(rows,)))
     refused("rows_elsewhere", lambda: ep_combine(buffer, rows.to("meta")))
     refused("recv_elsewhere", lambda: ep_dispatch(buffer, tokens, ids, weights, recv_tokens=rows.detach().to("meta")))
     refused("row_weights_dtype", lambda: ep_combine(buffer, rows, recv_topk_weights=row_weights.long()))
@@ -266,6 +272,12 @@ CALLS = {
     "tokens_dim": r"tokens.*found: shape \[2, 2, 32\].*flatten",
     "weights_dtype": r"topk_weights.*found: torch.bfloat16.*torch.float32.*topk_weights.float\(\)",
     "weights_shape": r"topk_weights.*found: shape \[4, 1\].*\[4, 2\]",
+    "ids_list": r"topk_idx.*found: list \[\[.*expected: a tensor",
+    "tokens_none": "parallelism: tokens.*found: NoneType None.*expected: a tensor",
+    "weights_none": "topk_weights.*found: NoneType None.*expected: a tensor",
+    "rows_none": "what the experts returned.*found: NoneType None.*expected: a tensor",
+    "row_weights_list": r"recv_topk_weights.*found: list \[1.0, 1.0.*expected: a tensor",
+    "recv_tuple": r"recv_tokens.*found: tuple \(.*expected: a tensor",
     "ids_elsewhere": "topk_idx.*found: a tensor on meta.*one on cpu, where the tokens are",
     "weights_elsewhere": r"topk_weights.*found: a tensor on meta.*one on cpu.*\.to\('cpu'\)",
     "rows_elsewhere": "what the experts returned.*found: a tensor on meta.*one on cpu",
@@ -412,6 +424,24 @@ def test_ranks_that_are_configured_differently_are_told_at_once(ranks2: Ranks, n
         assert f"found: {name} {values[0]} on rank 0, {name} {values[1]} on rank 1" in failure.text
         assert f"expected: the same {name} on every rank of group [0, 1]\n" in failure.text
         assert "fix: pass the same arguments on all ranks" in failure.text
+
+
+def _allocated_differently(shapes: tuple[Any, Any], dtypes: tuple[Any, Any]) -> None:
+    rank = dist.get_rank()
+    symm_mem_alloc(shapes[rank], dtypes[rank], dist.group.WORLD)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "text"),
+    [
+        (((T, H), (T, 2 * H)), (torch.float32,) * 2, f"shape [{T}, {H}] on rank 0, shape [{T}, {2 * H}] on rank 1"),
+        (((T, H),) * 2, (torch.float32, torch.int32), "dtype torch.float32 on rank 0, dtype torch.int32 on rank 1"),
+    ],
+)
+def test_ranks_that_allocate_differently_are_told_at_once(ranks2: Ranks, shapes: Any, dtypes: Any, text: str) -> None:
+    for failure in ranks2.failures(_allocated_differently, shapes, dtypes, timeout_s=40):
+        assert failure.kind == "SymmMemConfigError"
+        assert f"symm_mem_alloc: the ranks pass different arguments\n  found: {text}" in failure.text
 
 
 def test_timeouts_may_differ(ranks2: Ranks) -> None:
