@@ -217,7 +217,7 @@ def set_symm_mem_for_comm(
         reduce_scatter: ``"copy_engine"``: peers' chunks are pulled by copy engines and summed locally in rank order;
             ``"nccl"``: NCCL's symmetric kernel; ``"auto"`` (or ``True``): pulled where the process group's largest
             chunk of a rank has 32 MiB or more in the type of the sum, NCCL's otherwise; where ranks share a GPU, from
-            64 MiB, and with more than two of them only gradients that travel in a narrower type; ``False``: left
+            64 MiB, and with more than two on one only if all of those travel in a narrower type; ``False``: left
             alone. The host backend and torch's peer memory have one way each.
         modules: shell pattern on FQNs (``"layers.*"``), or ``(fqn, module) -> bool``; ``None`` takes all.
         min_bytes: leave layers with smaller gathered buffers than this on the plain path.

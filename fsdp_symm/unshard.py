@@ -213,7 +213,7 @@ class DirectUnshard:
         if self._place is None:
             self._place = self._memory.take(long_lived=not compat_unshard.reshards_after_forward(self._group))
         self._place.order_after_readers(stream)
-        with self._place.allocating():
+        with self._place.allocating(stream):
             world_size = layout.plan.world_size
             return compat_unshard.allocate_outputs(self._group, layout.numels, layout.dtypes, layout.counts, world_size)
 

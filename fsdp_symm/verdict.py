@@ -23,32 +23,29 @@ _PEER_MEMORY_BLOCKS = (
 _PLACED = ("copy engine", "peer copies; placed directly")
 _PULLED = ("copy engine", "peer copies, summed here by one kernel in rank order")
 
-# What "auto" pulls, by the largest chunk of a rank: from here on copies and a local sum take less time than NCCL's
-# symmetric kernel, and slow down GEMMs beside them far less. Smaller ones are over sooner in NCCL. Measured over NVLink
-# (profiles/nvlink/reduce_scatter_w2.csv), and with ranks that share a GPU (profiles/reduce_scatter_w2.csv and _w4): all
-# their traffic goes to one memory, and more than two gain only where gradients travel in a narrower type.
+# What "auto" pulls, by the chunk of a rank in the type of the sum: from here on copies and a local sum take no longer
+# than NCCL's symmetric kernel. Over NVLink they slow down GEMMs less, too (profiles/nvlink/reduce_scatter_w2.csv).
+# Where ranks share a GPU all traffic goes to one memory (profiles/reduce_scatter_w2.csv and _w4): of more than two on
+# one, only gradients that travel in a narrower type gain.
 AUTO_PULL_BYTES = 32 << 20
 AUTO_PULL_SHARED_BYTES = 64 << 20
 
 
-def reduce_way(plans: Sequence[GroupPlan], shared_gpus: bool, asked: str) -> str:
+def reduce_way(plans: Sequence[GroupPlan], ranks_per_gpu: int, asked: str) -> str:
     """Who reduces for one process group: ``"copy_engine"`` or ``"nccl"``.
 
     Args:
         plans: all plans of the group.
-        shared_gpus: whether ranks share a GPU.
-        asked: one of them, or ``"auto"``: by the largest chunk of a rank, in the type of the sum.
+        ranks_per_gpu: most ranks of the group on one GPU.
+        asked: one of them, or ``"auto"``: pulled if there is a chunk that gains, and none of those large ones loses.
     """
     if asked != "auto":
         return asked
+    enough = AUTO_PULL_BYTES if ranks_per_gpu <= 1 else AUTO_PULL_SHARED_BYTES
     needs = [need for plan in plans for need in plan.needs if need.lane == "reduce_scatter"]
-    if not needs:
-        return "nccl"
-    largest = max(needs, key=lambda need: need.nbytes // len(need.ranks))
-    if shared_gpus and len(largest.ranks) > 2 and not largest.narrow:
-        return "nccl"
-    enough = AUTO_PULL_SHARED_BYTES if shared_gpus else AUTO_PULL_BYTES
-    return "copy_engine" if largest.nbytes // len(largest.ranks) >= enough else "nccl"
+    large = [need for need in needs if need.nbytes // len(need.ranks) >= enough]
+    gain = ranks_per_gpu <= 2 or all(need.narrow for need in large)
+    return "copy_engine" if large and gain else "nccl"
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
     gathers = any(
         ring.role == "all_gather" or (staged and ring.role == "unshard") for plan in plans for ring in plan.rings
     )
-    way = "nccl" if staged else reduce_way(plans, facts.shared_gpus, reduce_scatter)
+    way = "nccl" if staged else reduce_way(plans, facts.ranks_per_gpu, reduce_scatter)
     nccl = gathers or (way == "nccl" and any(ring.role == "reduce_scatter" for plan in plans for ring in plan.rings))
     unconcerned = (*(() if gathers else STAGED_ONLY), *(() if nccl else _NCCL_ONLY))
     findings = [f for f in guards.findings(facts) if f.code not in unconcerned]

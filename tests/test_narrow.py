@@ -95,6 +95,29 @@ def test_slots_are_as_small_as_what_travels_and_wider_gradients_pass_in_parts(ra
             assert set(calls) == {engine}, "nothing falls back"
 
 
+def _planned(options: Options) -> set[bool]:
+    """Whether the plan of the reduce-scatters says that gradients may travel in a narrower type."""
+    from fsdp_symm import fsdp
+
+    plans: list[Any] = []
+    full = fsdp.judge_all
+    fsdp.judge_all = lambda found, **settings: full((plans.extend(found), found)[1], **settings)
+    try:
+        set_symm_mem_for_comm(build(options), strict=True, **SWITCH).close()
+    finally:
+        fsdp.judge_all = full
+    return {need.narrow for plan in plans for need in plan.needs if need.lane == "reduce_scatter"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "narrow"),
+    [({}, NARROW == 2), ({"param_dtype": None}, False), ({"reduce_dtype": "bfloat16"}, False)],
+)
+def test_the_plan_knows_what_may_travel_narrower(ranks2: Ranks, changes: dict[str, Any], narrow: bool) -> None:
+    """Who reduces depends on it, where ranks share a GPU."""
+    assert ranks2.run(_planned, dataclasses.replace(MIXED, **changes)) == [{narrow}] * 2
+
+
 def _other_types() -> None:
     """Ranks whose gradients would travel in different types."""
     kind = torch.bfloat16 if dist.get_rank() else torch.float32

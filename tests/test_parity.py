@@ -98,6 +98,21 @@ def test_two_ranks_are_bit_equal(ranks2: Ranks, name: str, way: str) -> None:
         assert set(answer["calls"]["reduce_scatter"]) == {reduces}, answer["calls"]
 
 
+def _with_filled_memory(options: Options, way: dict[str, Any]) -> dict[str, Any]:
+    """Under deterministic algorithms torch fills new memory with NaN, on the stream that allocates it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return _compare(options, True, way)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["bf16_params_fp32_reduce", "reshard_false", "shard_dim_1"])
+def test_memory_that_torch_fills_with_nan_ends_up_right(ranks2: Ranks, name: str, way: str) -> None:
+    ranks2.run(_with_filled_memory, CASES[name], WAYS[way][0])
+
+
 CASES_4 = {
     "hsdp": Options(hsdp=True),
     "hsdp_bf16": Options(hsdp=True, param_dtype="bfloat16", reduce_dtype="float32"),

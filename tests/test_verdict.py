@@ -30,7 +30,10 @@ class FakePlan:
     device: object = None
 
 
-SMALL = (BufferNeed("m", "reduce_scatter", (0, 1, 2, 3), "g", 4096, "float32"),)
+SMALL = (
+    BufferNeed("m", "reduce_scatter", (0, 1, 2, 3), "g", 4096, "float32"),
+    BufferNeed("m", "unshard", (0, 1, 2, 3), "g", 1 << 40, "bfloat16"),
+)
 GATHER = FakePlan((Ring("all_gather", 2, 4096), Ring("reduce_scatter", 1, 4096)), SMALL)
 DIRECT = FakePlan((Ring("unshard", 2, 4096), Ring("reduce_scatter", 1, 4096)), SMALL)
 REDUCE = FakePlan((Ring("reduce_scatter", 1, 4096),), SMALL)
@@ -83,44 +86,53 @@ def test_nvlink_counts_only_where_nccl_moves_the_bytes(monkeypatch) -> None:
         assert judged.engines["reduce_scatter"][0] == "plain kernel"
 
 
-def _reducing(mib: int, *, ranks: int = 4, narrow: bool = False) -> FakePlan:
-    """A plan whose largest chunk of a rank has so many MiB."""
-    large = dataclasses.replace(SMALL[0], nbytes=ranks * mib << 20, ranks=tuple(range(ranks)), narrow=narrow)
-    return dataclasses.replace(DIRECT, needs=(*DIRECT.needs, large))
+def _need(mib: int, *, ranks: int = 4, narrow: bool = False) -> BufferNeed:
+    """Of a reduce-scatter whose chunk of a rank has so many MiB."""
+    return BufferNeed("m", "reduce_scatter", tuple(range(ranks)), "g", ranks * mib << 20, "float32", narrow)
+
+
+def _reducing(*needs: BufferNeed) -> FakePlan:
+    return dataclasses.replace(DIRECT, needs=(*DIRECT.needs, *needs))
 
 
 @pytest.mark.parametrize(("mib", "engine"), [(31, "symmetric kernel"), (32, "copy engine")])
 def test_auto_pulls_large_reduce_scatters(monkeypatch, mib, engine) -> None:
-    way, plan = ("copy_engine" if mib >= 32 else "nccl"), _reducing(mib)
+    way, plan = ("copy_engine" if mib >= 32 else "nccl"), _reducing(_need(mib))
     judged = _judge(monkeypatch, GroupFacts(), plan, reduce_scatter="auto")
     assert judged.engines["reduce_scatter"][0] == engine
     assert judged.reduce_way == way
-    assert verdict.reduce_way([DIRECT, plan], False, "auto") == way, "the largest of all plans"
-    assert verdict.reduce_way([plan], False, "nccl") == "nccl"
-    assert verdict.reduce_way([], False, "auto") == "nccl"
+    assert verdict.reduce_way([DIRECT, plan], 1, "auto") == way, "the largest of all plans"
+    assert verdict.reduce_way([plan], 1, "nccl") == "nccl"
+    assert verdict.reduce_way([], 1, "auto") == "nccl"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mib", "narrow", "way"),
+    ("sharers", "needs", "way"),
     [
-        (2, 63, False, "nccl"),
-        (2, 64, False, "copy_engine"),
-        (2, 63, True, "nccl"),
-        (4, 256, False, "nccl"),
-        (4, 63, True, "nccl"),
-        (4, 64, True, "copy_engine"),
+        (2, [_need(63, ranks=2)], "nccl"),
+        (2, [_need(64, ranks=2)], "copy_engine"),
+        (2, [_need(63, ranks=2, narrow=True)], "nccl"),
+        (2, [_need(64, ranks=8)], "copy_engine"),  # pairs on four GPUs
+        (4, [_need(256)], "nccl"),
+        (4, [_need(63, narrow=True)], "nccl"),
+        (4, [_need(64, narrow=True)], "copy_engine"),
+        (4, [_need(64, narrow=True), _need(63)], "copy_engine"),
+        (4, [_need(65, narrow=True), _need(64)], "nccl"),
+        (4, [_need(64), _need(65, narrow=True)], "nccl"),
     ],
 )
-def test_auto_asks_more_where_ranks_share_a_gpu(ranks, mib, narrow, way) -> None:
-    plan = _reducing(mib, ranks=ranks, narrow=narrow)
-    assert verdict.reduce_way([plan], True, "auto") == way
-    assert verdict.reduce_way([plan], True, "copy_engine") == "copy_engine"
+def test_auto_asks_more_where_ranks_share_a_gpu(sharers, needs, way) -> None:
+    plan = _reducing(*needs)
+    assert verdict.reduce_way([plan], sharers, "auto") == way
+    assert verdict.reduce_way([plan], sharers, "copy_engine") == "copy_engine"
 
 
 def test_facts_of_a_shared_gpu_reach_the_choice(monkeypatch) -> None:
-    shared = GroupFacts(devices=("GPU-0",) * 4)
-    assert _judge(monkeypatch, shared, _reducing(256), reduce_scatter="auto").reduce_way == "nccl"
-    assert _judge(monkeypatch, shared, _reducing(256, narrow=True), reduce_scatter="auto").reduce_way == "copy_engine"
+    shared, plan = GroupFacts(devices=("GPU-0",) * 4), _reducing(_need(256))
+    assert _judge(monkeypatch, shared, plan, reduce_scatter="auto").reduce_way == "nccl"
+    assert _judge(monkeypatch, GroupFacts(), plan, reduce_scatter="auto").reduce_way == "copy_engine"
+    narrow = _reducing(_need(256, narrow=True))
+    assert _judge(monkeypatch, shared, narrow, reduce_scatter="auto").reduce_way == "copy_engine"
 
 
 @pytest.mark.parametrize(

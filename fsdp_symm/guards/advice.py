@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from fsdp_symm.errors import problem
 from fsdp_symm.guards.common import (
     COPY_ENGINE_DRIVER,
@@ -179,7 +177,7 @@ def _shared_gpu(facts: GroupFacts) -> Finding | None:
 def _crowded_gpu(facts: GroupFacts) -> Finding | None:
     """Seen with four ranks on an H200 (132 SMs), NCCL 2.30.7: training hung at its first collectives, three of three
     times, and trained with NCCL_MAX_CTAS=8."""
-    ranks = max(Counter(zip(facts.hosts, facts.devices, strict=False)).values(), default=0)
+    ranks = facts.ranks_per_gpu
     if facts.nccl_version is None or ranks <= 2 or "NCCL_MAX_CTAS" in facts.environment:
         return None
     text = problem(

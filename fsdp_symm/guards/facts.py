@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,9 +105,14 @@ class GroupFacts:
         return len(set(self.hosts))
 
     @property
+    def ranks_per_gpu(self) -> int:
+        """Most ranks of one host on one GPU."""
+        return max(Counter(zip(self.hosts, self.devices, strict=False)).values(), default=0)
+
+    @property
     def shared_gpus(self) -> bool:
         """Whether two ranks of one host use the same GPU."""
-        return len(set(zip(self.hosts, self.devices, strict=False))) < len(self.devices)
+        return self.ranks_per_gpu > 1
 
 
 def collect(

@@ -9,11 +9,18 @@ reshard. With two places the next layer's fill waits for the layer *before* the 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from fsdp_symm import compat
+
+
+def _new_memory_is_filled() -> bool:
+    """Whether ``torch.empty`` writes: NaN under deterministic algorithms, on the stream that it is called on."""
+    fills: bool = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
+    return fills and torch.are_deterministic_algorithms_enabled()
 
 
 class Place:
@@ -29,12 +36,17 @@ class Place:
         for event in self._readers.values():
             stream.wait_event(event)
 
-    def allocating(self) -> contextlib.AbstractContextManager[object]:
-        """Allocate from this place. Under one stream always: blocks of an allocator belong to streams."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.cuda.stream(self._key))
-        stack.enter_context(torch.cuda.use_mem_pool(self._pool, device=self._key.device))
-        return stack
+    @contextlib.contextmanager
+    def allocating(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Allocate from this place what ``stream`` will fill. Under one stream always: blocks of an allocator belong to
+        streams."""
+        filled = _new_memory_is_filled()
+        if filled:
+            self._key.wait_stream(stream)  # which comes after the place's last readers
+        with torch.cuda.stream(self._key), torch.cuda.use_mem_pool(self._pool, device=self._key.device):
+            yield
+        if filled:
+            stream.wait_stream(self._key)
 
     def reads_end_here(self) -> None:
         """Note that the current stream's work so far is what reads the place."""
@@ -54,9 +66,10 @@ class _HostPlace(Place):
     def order_after_readers(self, stream: Any) -> None:
         """The host has done it."""
 
-    def allocating(self) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def allocating(self, stream: Any) -> Iterator[None]:
         """Anywhere."""
-        return contextlib.nullcontext()
+        yield
 
     def reads_end_here(self) -> None:
         """The host has seen it."""

@@ -63,7 +63,7 @@ class FsdpSymmSection:
     reduce_scatter: Literal["auto", "copy_engine", "nccl", "off"] = _doc(
         "auto",
         "'copy_engine': pulled and summed here; 'nccl': NCCL's symmetric kernel; 'auto': pulled if a rank's largest"
-        " chunk has 32 MiB or more in the type of the sum (more where ranks share a GPU, see README)",
+        " chunk has 32 MiB or more in the type of the sum (where ranks share a GPU, see README)",
     )
     modules: str = _doc("", "shell pattern on module names, e.g. 'layers.*', of what to switch; empty: all")
     zero_cta: bool = _doc(
