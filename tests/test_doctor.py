@@ -487,7 +487,7 @@ def test_a_gpu_report_shows_its_verdicts(capsys):
     joined = "".join(text.split())
     for word in (
         "NVIDIA H200", "y", "NV18", "copy engine", "WRONG", "CTA policy zero (config)", "warns (max_connections)",
-        "text [x]", "error: broken [y]", "status: failed", "(differs)", "(1 copies)", "(16 SMs)", "/opt/libnccl.so.2",
+        "text [x]", "error: broken [y]", "status: failed", "(differs)", "(1 copy)", "(16 SMs)", "/opt/libnccl.so.2",
     ):  # fmt: skip
         assert "".join(word.split()) in joined, word
     assert gpu_report().to_json()["status"] == "failed"

@@ -116,7 +116,7 @@ def _cells(row: CollectiveRow) -> tuple[str, str, str, str, str]:
     if row.kernels:
         engine += f": {', '.join(row.kernels)} ({row.sms} SMs)"
     elif row.copies:
-        engine += f" ({row.copies} copies)"
+        engine += f" ({row.copies} {'copy' if row.copies == 1 else 'copies'})"
     expected = row.expected.replace("_", " ")
     why = ": ".join(part for part in (expected, row.reason) if part)
     if row.error:
