@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fsdp_symm import compat
 from fsdp_symm.plan import GroupPlan, Member
 from fsdp_symm.report import ReportRow, SymmMemReport
@@ -19,7 +21,12 @@ def make_report(
         reasons.setdefault((skip.role, skip.engine, skip.reason), []).append(skip.group.label)
     for (role, engine, reason), labels in reasons.items():
         rows.append(ReportRow(role, "", (), tuple(labels), 0, 0, engine, reason))
-    return SymmMemReport((*rows, *_all_reduce_rows(members)))
+    return SymmMemReport((*rows, *_all_reduce_rows(members)), tuple(dict.fromkeys(_findings(verdicts))))
+
+
+def _findings(verdicts: dict[str, Verdict]) -> Iterator[str]:
+    for verdict in verdicts.values():
+        yield from (*([verdict.blocked] if verdict.blocked else []), *verdict.downgrades, *verdict.advice)
 
 
 def _plan_rows(plan: GroupPlan, verdict: Verdict, members: list[Member]) -> list[ReportRow]:

@@ -306,7 +306,7 @@ def _announce(members: list[Member], skips: list[Skip], options: SwitchOptions) 
             "set_symm_mem_for_comm: nothing was switched",
             found="; ".join(reasons),
             expected="at least one collective to move",
-            fix="loosen min_bytes or modules, or leave the call out",
+            fix="as the reasons say: backend='auto', looser min_bytes or modules; or leave the call out",
         )
         warnings.warn(text, SymmMemFallbackWarning, stacklevel=3)
     texts = []

@@ -42,15 +42,21 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class SymmMemReport:
-    """All decisions of one switch, served groups first."""
+    """All decisions of one switch, served groups first.
+
+    Attributes:
+        rows: the decisions.
+        findings: what the guards found about the groups, each with what was found, expected, and the fix.
+    """
 
     rows: tuple[ReportRow, ...]
+    findings: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[ReportRow]:
         return iter(self.rows)
 
     def __str__(self) -> str:
-        return render(self.rows)
+        return "\n".join((render(self.rows), *self.findings))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,11 @@ from fsdp_symm.memory.nccl_library import peer_addresses_known
 from fsdp_symm.plan import LANES, GroupPlan, Lane
 
 # Conditions that concern NCCL's all-gathers on copy engines and nothing else.
-STAGED_ONLY = frozenset(("policy_not_zero", "policy_differs", "two_rank_nvls_hang", "nccl_no_copy_engine"))
+STAGED_ONLY = frozenset(
+    ("policy_not_zero", "policy_differs", "two_rank_nvls_hang", "nccl_no_copy_engine", "driver_too_old")
+)
+# Settings that leave the engine as it is, but take away what it is for: errors under ``strict`` all the same.
+_UNDONE_BY_SETTINGS = frozenset(("max_connections", "register_allocator_hook"))
 # Conditions that concern NCCL's collectives: our own copies need peer access, whatever it runs over.
 _NCCL_ONLY = ("no_nvlink_domain",)
 # All that stands in the way of torch's peer memory, which needs no NCCL.
@@ -55,7 +59,7 @@ class Verdict:
     Attributes:
         engines: by lane, who will move the bytes and why.
         blocked: why the group must stay on the plain path, ``None`` if it need not.
-        downgrades: texts about groups that work, but not by the engine that was asked for.
+        downgrades: texts about groups that work, but not by the engine that was asked for, or not beside the model.
         advice: texts that a user should know.
         staged: why shards cannot be placed directly, ``None`` if they can.
         reduce_way: who reduces where there is a choice: ``"copy_engine"`` or ``"nccl"``.
@@ -116,7 +120,9 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
     engines["unshard"] = _PLACED
     if way == "copy_engine":
         engines["reduce_scatter"] = _PULLED
+    warned = [f for f in findings if f.severity == "warns"]
     downgrades = [f.text for f in findings if f.severity == "degrades"]
+    downgrades += [f.text for f in warned if f.code in _UNDONE_BY_SETTINGS]
     if staged and reduce_scatter == "copy_engine":
         downgrades.append(
             problem(
@@ -130,7 +136,7 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
         engines=engines,
         blocked="\n".join(blocks) or None,
         downgrades=tuple(downgrades),
-        advice=tuple(f.text for f in findings if f.severity == "warns"),
+        advice=tuple(f.text for f in warned if f.code not in _UNDONE_BY_SETTINGS),
         staged=staged,
         reduce_way=way,
         widens=way == "copy_engine",

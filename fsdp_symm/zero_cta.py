@@ -44,8 +44,18 @@ def zero_cta_options(timeout: timedelta | None = None, *, high_priority: bool = 
         high_priority: run collectives on a high-priority stream.
 
     Raises:
-        SymmMemConfigError: this torch has no NCCL, or was built with NCCL < 2.28, which has no such policy.
+        SymmMemConfigError: a timeout that is none; this torch has no NCCL, or was built with NCCL < 2.28, which has no
+            such policy.
     """
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        raise SymmMemConfigError(
+            problem(
+                "zero_cta_options: timeout",
+                found=repr(timeout),
+                expected="a datetime.timedelta above 0, or None",
+                fix="timeout=datetime.timedelta(minutes=10)",
+            )
+        )
     cls, policy = compat_nccl.nccl_class(), compat_nccl.zero_policy()
     if cls is None or policy is None:
         found = "no NCCL" if cls is None else f"NCCL {'.'.join(map(str, compat_nccl.nccl_version()))}"
@@ -84,16 +94,18 @@ def zero_cta_mesh(
         timeout: of collectives on these groups; ``None`` keeps torch's default.
 
     Raises:
-        SymmMemConfigError: see :func:`zero_cta_options`; the shape and the names differ in length; or a group came
+        SymmMemConfigError: see :func:`zero_cta_options`; the shape and the names do not fit together; or a group came
             out without the policy.
     """
-    shape, names = tuple(mesh_shape), tuple(mesh_dim_names)
-    if len(shape) != len(names) or not shape:
+    listed = not isinstance(mesh_shape, int) and not isinstance(mesh_dim_names, str)
+    shape, names = (tuple(mesh_shape), tuple(mesh_dim_names)) if listed else ((), ())
+    good = all(isinstance(n, int) and n > 0 for n in shape) and len(set(names)) == len(names)
+    if len(shape) != len(names) or not shape or not good:
         raise SymmMemConfigError(
             problem(
                 "zero_cta_mesh: mesh_shape and mesh_dim_names do not fit together",
-                found=f"{list(shape)} and {list(names)}",
-                expected="one name for each dimension, at least one dimension",
+                found=f"{mesh_shape!r} and {mesh_dim_names!r}",
+                expected="ranks along each dimension, all above 0, and a name of its own for each, at least one",
                 fix="for example zero_cta_mesh((2, 4), ('dp_replicate', 'dp_shard'))",
             )
         )

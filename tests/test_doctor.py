@@ -253,7 +253,7 @@ class FakeArena:
     [
         (set(), None, ["", "staged", "nccl", "direct", "copy_engine"]),
         ({"policy_differs"}, None, ["", "direct", "copy_engine"]),
-        ({"driver_too_old"}, None, [""]),
+        ({"nccl_no_windows"}, None, [""]),
         (set(), "the group spans 2 hosts", ["", "staged", "nccl"]),
         ({"no_nccl"}, None, []),
     ],

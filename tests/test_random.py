@@ -1,6 +1,6 @@
 """Random programs: models with random options, random things done between and inside steps, compared with plain FSDP2.
 
-300 steps in all; the seed is printed, FSDP_SYMM_SEED gives another.
+360 steps in all, 500 on a GPU (profiles/gpu_checks.sh); the seed is printed, FSDP_SYMM_SEED gives another.
 """
 
 from __future__ import annotations

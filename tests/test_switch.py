@@ -579,3 +579,35 @@ def test_a_few_parameters_unfrozen_later_pass_through_the_slots_in_parts(ranks2:
     assert calls["reduce_scatter"] == {"host": 4}
     assert texts == []
     assert in_use["reduce_scatter"] == 0
+
+
+def _not_placed(all_gather: str, strict: bool) -> tuple[list[str], str, str]:
+    """What is said of shards that cannot be placed directly: warnings, error, the table."""
+    from fsdp_symm import compat_unshard
+
+    full, error, table = compat_unshard.unsupported, "", ""
+    compat_unshard.unsupported = lambda group: "a reason"
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            handle = set_symm_mem_for_comm(build(Options(blocks=1)), all_gather=all_gather, strict=strict)  # type: ignore[arg-type]
+            table = str(handle)
+            handle.close()
+    except SymmMemConfigError as failure:
+        error = str(failure)
+    finally:
+        compat_unshard.unsupported = full
+    return [str(w.message) for w in caught if issubclass(w.category, SymmMemFallbackWarning)], error, table
+
+
+def test_shards_that_cannot_be_placed_are_staged_in_words(ranks2: Ranks) -> None:
+    for said, error, table in ranks2.run(_not_placed, "auto", True):
+        assert (said, error) == ([], ""), "auto means direct where possible"
+        assert "staged: a reason" in " ".join(table.split())
+    for said, error, _ in ranks2.run(_not_placed, "direct", False):
+        assert error == ""
+        assert "some all-gathers are staged\n  found: '" in said[0]
+        assert "a reason" in said[0]
+        assert "fix: pass all_gather='auto' to accept a staging buffer there" in said[0]
+    for _, error, _ in ranks2.run(_not_placed, "direct", True):
+        assert "some all-gathers are staged" in error

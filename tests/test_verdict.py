@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from fsdp_symm import fsdp, guards, verdict
+from fsdp_symm.decisions import make_report
 from fsdp_symm.errors import SymmMemConfigError
 from fsdp_symm.guards import GroupFacts
 from fsdp_symm.memory.mixin import SymmMemFallbackWarning
@@ -125,6 +126,35 @@ def test_auto_asks_more_where_ranks_share_a_gpu(sharers, needs, way) -> None:
     plan = _reducing(*needs)
     assert verdict.reduce_way([plan], sharers, "auto") == way
     assert verdict.reduce_way([plan], sharers, "copy_engine") == "copy_engine"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"}],
+)
+def test_settings_that_undo_the_switch_are_errors_under_strict(monkeypatch, environment) -> None:
+    judged = _judge(monkeypatch, GroupFacts(environment=environment), DIRECT)
+    assert judged.engines["unshard"][0] == judged.engines["all_gather"][0] == "copy engine", "the engine is the same"
+    (text,) = judged.downgrades
+    assert next(iter(environment)) in text
+    with pytest.raises(SymmMemConfigError, match=next(iter(environment))):
+        fsdp._announce_verdicts({"g": judged}, strict=True)
+
+
+def test_expandable_segments_are_advice(monkeypatch) -> None:
+    facts = GroupFacts(environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    judged = _judge(monkeypatch, facts, DIRECT)
+    assert judged.downgrades == ()
+    assert "expandable segments are on" in judged.advice[0]
+    report = make_report([], (), [], {"g": judged, "h": judged})
+    assert report.findings == judged.advice, "each once"
+    assert str(report).endswith(judged.advice[0])
+
+
+def test_an_old_driver_matters_to_nccls_all_gathers_only(monkeypatch) -> None:
+    old = GroupFacts(driver_version=(12, 4))
+    assert _judge(monkeypatch, old, DIRECT, reduce_scatter="copy_engine").downgrades == ()
+    assert "the driver is too old" in _judge(monkeypatch, old, GATHER).downgrades[0]
 
 
 def test_facts_of_a_shared_gpu_reach_the_choice(monkeypatch) -> None:

@@ -204,10 +204,20 @@ def test_an_overriding_variable_is_told(asked, monkeypatch):
         zero_cta_mesh((2,), ("dp",))
 
 
-@pytest.mark.parametrize(("shape", "names"), [((2, 2), ("dp",)), ((), ())])
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [((2, 2), ("dp",)), ((), ()), (2, ("dp",)), ((2,), "dp"), ((0,), ("dp",)), ((1, 1), ("dp", "dp"))],
+)
 def test_shape_and_names_must_fit(shape, names):
-    with pytest.raises(SymmMemConfigError, match="do not fit together"):
+    with pytest.raises(SymmMemConfigError, match=r"do not fit together(.|\n)*found: (.|\n)*fix: for example"):
         zero_cta_mesh(shape, names)
+
+
+@pytest.mark.usefixtures("fake_nccl")
+@pytest.mark.parametrize("timeout", [5, "x", timedelta(), timedelta(seconds=-1)])
+def test_a_timeout_is_a_span_of_time(timeout):
+    with pytest.raises(SymmMemConfigError, match=r"timeout\n  found: (.|\n)*expected: a datetime.timedelta above 0"):
+        zero_cta_options(timeout)
 
 
 def gloo_policy() -> str:

@@ -275,5 +275,5 @@ def measure(bench: ExpertsBench) -> list[dict[str, Any]]:
         SymmMemError: no GPU where one is asked for, a wrong result of the package, or a rank that failed.
     """
     if bench.device_type == "cuda":
-        need_gpu("experts")
+        need_gpu()
     return run_ranks(measure_ranks, bench, ranks=bench.ranks, device_type=bench.device_type, what="bench experts")

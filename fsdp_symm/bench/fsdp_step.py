@@ -301,7 +301,7 @@ def measure(bench: StepBench, command: str) -> list[dict[str, Any]]:
         SymmMemError: no GPU, losses that differ, or a rank that failed.
     """
     if bench.device_type == "cuda":
-        need_gpu("fsdp-step")
+        need_gpu()
     return run_ranks(
         measure_ranks, (bench, command), ranks=bench.ranks, device_type=bench.device_type, what="bench fsdp-step"
     )

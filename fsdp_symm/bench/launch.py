@@ -116,7 +116,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def need_gpu(bench: str) -> None:
+def need_gpu() -> None:
     """Refuse machines without a GPU.
 
     Raises:
@@ -124,8 +124,8 @@ def need_gpu(bench: str) -> None:
     """
     if not torch.cuda.is_available():
         raise SymmMemError(
-            f"bench {bench}: found no GPU, expected one or more, fix: run it on a CUDA machine; several ranks on one "
-            "GPU need MPS and NCCL_MULTI_RANK_GPU_ENABLE=1"
+            "found no GPU, expected one or more, fix: run it on a CUDA machine; several ranks on one GPU need MPS and "
+            "NCCL_MULTI_RANK_GPU_ENABLE=1"
         )
 
 

@@ -322,7 +322,7 @@ def measure(bench: ReduceBench) -> list[dict[str, Any]]:
         SymmMemError: no GPU, a wrong result, or a rank that failed.
     """
     if bench.device_type == "cuda":
-        need_gpu("reduce-scatter")
+        need_gpu()
     return run_ranks(
         measure_ranks, bench, ranks=bench.ranks, device_type=bench.device_type, what="bench reduce-scatter"
     )

@@ -312,5 +312,5 @@ def measure(bench: UnshardBench) -> list[dict[str, Any]]:
         SymmMemError: no GPU, a wrong result, or a rank that failed.
     """
     if bench.device_type == "cuda":
-        need_gpu("unshard")
+        need_gpu()
     return run_ranks(measure_ranks, bench, ranks=bench.ranks, device_type=bench.device_type, what="bench unshard")

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"fsdp-symm doctor: {complaint}", file=sys.stderr)
         return 2
     device = _device(args.device)
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"]) if _launched() else 0
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines, between the tables
     report = examine()
     hung = False
     if args.no_probe:

@@ -116,7 +116,8 @@ def _cells(row: CollectiveRow) -> tuple[str, str, str, str, str]:
     if row.kernels:
         engine += f": {', '.join(row.kernels)} ({row.sms} SMs)"
     elif row.copies:
-        engine += f" ({row.copies} {'copy' if row.copies == 1 else 'copies'})"
+        sums = f", summed on {row.sms} SMs" if row.sms and row.kind == "reduce_scatter" else ""
+        engine += f" ({row.copies} {'copy' if row.copies == 1 else 'copies'}{sums})"
     expected = row.expected.replace("_", " ")
     why = ": ".join(part for part in (expected, row.reason) if part)
     if row.error:

@@ -83,14 +83,20 @@ def test_engines_in_a_trace(
 
 
 SCRIPT = """
-import sys, torch, torch.distributed as dist
+import sys, warnings
+warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\\.")
+import torch, torch.distributed as dist
 from fsdp_symm import cta_policy, set_symm_mem_for_comm, zero_cta_mesh
 from tests.models import Options, build, train_step
 rank = int(sys.argv[1])
 device = torch.device("cuda", rank % torch.cuda.device_count())
 torch.cuda.set_device(device)
-dist.init_process_group("nccl", init_method=sys.argv[2], rank=rank, world_size=2, device_id=device)
-model = build(Options())
+
+def start(store):
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=2, device_id=device)
+    return build(Options())
+
+model = start(sys.argv[2])
 handle = set_symm_mem_for_comm(model, all_gather="staged", dedicated_all_gather=True)
 train_step(model, torch.optim.SGD(model.parameters(), 0.1), 0, Options())
 assert cta_policy(dist.group.WORLD, device) == "default"
@@ -105,14 +111,24 @@ train_step(model, torch.optim.SGD(model.parameters(), 0.1), 1, Options())
 again.close()
 torch.cuda.synchronize()
 dist.destroy_process_group()
+
+plain, model = start(sys.argv[3]), build(Options())
+rebuilt = set_symm_mem_for_comm(model, strict=True)
+for step in range(3):
+    losses = [train_step(m, torch.optim.SGD(m.parameters(), 0.1), step, Options()) for m in (plain, model)]
+    assert losses[0] == losses[1], losses
+assert rebuilt.stats().calls["all_gather"].keys() == {"copy_engine"}
+rebuilt.close()
+torch.cuda.synchronize()
+dist.destroy_process_group()
 """
 
 
-def test_a_run_ends_without_a_warning(tmp_path: Path) -> None:
+def test_a_run_ends_without_a_warning_and_its_group_can_be_rebuilt(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore::UserWarning", "-c", SCRIPT, str(rank), f"file://{tmp_path}/store"],
+            [sys.executable, "-c", SCRIPT, str(rank), *(f"file://{tmp_path}/{store}" for store in ("first", "second"))],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
