@@ -495,3 +495,11 @@ def test_a_gpu_report_shows_its_verdicts(capsys):
 
 def test_every_library_named_is_a_path():
     assert all(Path(p).is_absolute() for p in machine.examine().nccl_libraries)
+
+
+def test_a_lone_rank_variable_makes_no_launch(monkeypatch, capsys):
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "5")
+    assert main(["doctor", "--json"]) == 0
+    assert "run it under torchrun to probe" in json.loads(capsys.readouterr().out)["notes"][0]
