@@ -30,7 +30,7 @@ def agree(group: dist.ProcessGroup, subject: str, mine: Mapping[str, str], *, ti
         json.dumps(dict(mine)).encode(),
         what=f"comparing the ranks' arguments of {subject}",
         timeout_s=timeout_s,
-        fix=f"call {subject} on every rank of the group, in the same order",
+        fix="do the same on every rank of the group, in the same order",
     )
     theirs = dict(zip(compat.group_ranks(group), (json.loads(answer) for answer in answers), strict=True))
     for name in mine:

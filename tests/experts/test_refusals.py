@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_symm import compat
-from fsdp_symm.errors import SymmMemConfigError
+from fsdp_symm.errors import SymmMemConfigError, SymmMemTimeoutError
 from fsdp_symm.experts import (
     AllToAllEP,
     EpBuffer,
@@ -442,6 +442,23 @@ def test_ranks_that_allocate_differently_are_told_at_once(ranks2: Ranks, shapes:
     for failure in ranks2.failures(_allocated_differently, shapes, dtypes, timeout_s=40):
         assert failure.kind == "SymmMemConfigError"
         assert f"symm_mem_alloc: the ranks pass different arguments\n  found: {text}" in failure.text
+
+
+def _allocated_alone() -> str:
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(SymmMemTimeoutError) as caught:
+        symm_mem_alloc((T, H), torch.float32, dist.group.WORLD, timeout_s=1.0)
+    return str(caught.value)
+
+
+def test_a_rank_that_allocates_alone_names_the_others() -> None:
+    with fresh_ranks(2) as ranks:  # rank 1 has not taken its place in this exchange: no later test may meet it
+        text, _ = ranks.run(_allocated_alone)
+    assert (
+        "comparing the ranks' arguments of symm_mem_alloc: ranks [1] of group [0, 1] did not arrive within 1 s" in text
+    )
+    assert "fix: do the same on every rank of the group, in the same order" in text
 
 
 def test_timeouts_may_differ(ranks2: Ranks) -> None:
