@@ -16,14 +16,16 @@ from fsdp_symm.plan import LANES, GroupPlan, Lane
 STAGED_ONLY = frozenset(
     ("policy_not_zero", "policy_differs", "two_rank_nvls_hang", "nccl_no_copy_engine", "driver_too_old")
 )
-# Settings that leave the engine as it is, but take away what it is for: errors under ``strict`` all the same.
-_UNDONE_BY_SETTINGS = frozenset(("max_connections", "register_allocator_hook"))
+# Settings that leave the engine as it is, but take away what it is for, or endanger other symmetric memory of the
+# process: errors under ``strict`` all the same.
+_UNDONE_BY_SETTINGS = frozenset(("max_connections", "register_allocator_hook", "expandable_segments"))
 # Conditions that concern NCCL's collectives: our own copies need peer access, whatever it runs over.
 _NCCL_ONLY = ("no_nvlink_domain",)
-# All that stands in the way of torch's peer memory, which needs no NCCL.
+# All that stands in the way of torch's peer memory, which needs no NCCL, and what else concerns it.
 _PEER_MEMORY_BLOCKS = (
     "no_peer_access", "several_hosts", "capture_in_progress", "device_mismatch", "symm_backend_taken",
 )  # fmt: skip
+_PEER_MEMORY_WARNS = ("max_connections", "expandable_segments", "shared_gpu_time_slicing", "launch_blocking")
 _PLACED = ("copy engine", "peer copies; placed directly")
 _PULLED = ("copy engine", "peer copies, summed here by one kernel in rank order")
 
@@ -120,9 +122,8 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
     engines["unshard"] = _PLACED
     if way == "copy_engine":
         engines["reduce_scatter"] = _PULLED
-    warned = [f for f in findings if f.severity == "warns"]
-    downgrades = [f.text for f in findings if f.severity == "degrades"]
-    downgrades += [f.text for f in warned if f.code in _UNDONE_BY_SETTINGS]
+    undone, advice = _by_weight([f for f in findings if f.severity == "warns"])
+    downgrades = [f.text for f in findings if f.severity == "degrades"] + undone
     if staged and reduce_scatter == "copy_engine":
         downgrades.append(
             problem(
@@ -136,7 +137,7 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
         engines=engines,
         blocked="\n".join(blocks) or None,
         downgrades=tuple(downgrades),
-        advice=tuple(f.text for f in warned if f.code not in _UNDONE_BY_SETTINGS),
+        advice=tuple(advice),
         staged=staged,
         reduce_way=way,
         widens=way == "copy_engine",
@@ -146,7 +147,9 @@ def _judge(plans: list[GroupPlan], dedicated: bool, timeout_s: float, reduce_sca
 def _judge_peer_memory(plan: GroupPlan, timeout_s: float) -> Verdict:
     """Torch's peer memory needs no NCCL: only what keeps GPUs apart stands in its way."""
     facts = guards.collect(plan.group, plan.device, timeout_s=timeout_s, wanted_symm_backend="CUDA")
-    blocks = [f.text for f in guards.findings(facts) if f.code in _PEER_MEMORY_BLOCKS]
+    findings = guards.findings(facts)
+    blocks = [f.text for f in findings if f.code in _PEER_MEMORY_BLOCKS]
+    undone, advice = _by_weight([f for f in findings if f.code in _PEER_MEMORY_WARNS])
     return Verdict(
         engines={
             "unshard": _PLACED,
@@ -154,8 +157,16 @@ def _judge_peer_memory(plan: GroupPlan, timeout_s: float) -> Verdict:
             "reduce_scatter": _PULLED,
         },
         blocked="\n".join(blocks) or None,
+        downgrades=tuple(undone),
+        advice=tuple(advice),
         widens=True,
     )
+
+
+def _by_weight(warned: Sequence[guards.Finding]) -> tuple[list[str], list[str]]:
+    """Texts of the settings that are errors under ``strict``, and of mere advice."""
+    undone = [f.text for f in warned if f.code in _UNDONE_BY_SETTINGS]
+    return undone, [f.text for f in warned if f.code not in _UNDONE_BY_SETTINGS]
 
 
 def why_staged(facts: guards.GroupFacts) -> str | None:

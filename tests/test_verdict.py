@@ -128,24 +128,38 @@ def test_auto_asks_more_where_ranks_share_a_gpu(sharers, needs, way) -> None:
     assert verdict.reduce_way([plan], sharers, "copy_engine") == "copy_engine"
 
 
+CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
 @pytest.mark.parametrize(
-    "environment",
-    [{"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"}],
+    ("environment", "backend"),
+    [
+        (CONNECTIONS, "nccl"),
+        (CONNECTIONS, "cuda"),
+        (SEGMENTS, "nccl"),
+        (SEGMENTS, "cuda"),
+        ({"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"}, "nccl"),
+    ],
 )
-def test_settings_that_undo_the_switch_are_errors_under_strict(monkeypatch, environment) -> None:
-    judged = _judge(monkeypatch, GroupFacts(environment=environment), DIRECT)
+def test_settings_that_undo_the_switch_are_errors_under_strict(monkeypatch, environment, backend) -> None:
+    plan = dataclasses.replace(DIRECT, backend=backend)
+    judged = _judge(monkeypatch, GroupFacts(environment=environment), plan)
     assert judged.engines["unshard"][0] == judged.engines["all_gather"][0] == "copy engine", "the engine is the same"
     (text,) = judged.downgrades
     assert next(iter(environment)) in text
     with pytest.raises(SymmMemConfigError, match=next(iter(environment))):
         fsdp._announce_verdicts({"g": judged}, strict=True)
+    with pytest.warns(SymmMemFallbackWarning, match=next(iter(environment))):
+        fsdp._announce_verdicts({"g": judged}, strict=False)
 
 
-def test_expandable_segments_are_advice(monkeypatch) -> None:
-    facts = GroupFacts(environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
-    judged = _judge(monkeypatch, facts, DIRECT)
+@pytest.mark.parametrize("backend", ["nccl", "cuda"])
+def test_advice_is_in_the_report(monkeypatch, backend) -> None:
+    facts = GroupFacts(environment={"CUDA_LAUNCH_BLOCKING": "1"})
+    judged = _judge(monkeypatch, facts, dataclasses.replace(DIRECT, backend=backend))
     assert judged.downgrades == ()
-    assert "expandable segments are on" in judged.advice[0]
+    assert "nothing overlaps" in judged.advice[0]
     report = make_report([], (), [], {"g": judged, "h": judged})
     assert report.findings == judged.advice, "each once"
     assert str(report).endswith(judged.advice[0])

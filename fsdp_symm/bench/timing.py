@@ -23,7 +23,7 @@ import torch
 from fsdp_symm.bench.launch import World, synchronize
 
 ROUNDS = 5
-_GEMM_ROUNDS = 3
+_GEMM_ROUNDS = 7  # products beside calls vary more than calls alone
 _ROUND_US = 6000.0  # device time of one way's loop in a round, as a goal
 _CALLS = (4, 24)  # fewest and most calls of such a loop
 _HEAD_GEMMS = 128  # at most this many products in front of a loop: 46 ms on an H200 of one's own

@@ -155,9 +155,10 @@ def _expandable_segments(facts: GroupFacts) -> Finding | None:
     text = problem(
         "expandable segments are on",
         found=found,
-        expected="nothing else for our arenas: their memory comes from ncclMemAlloc, not from the caching allocator; "
-        "torch's own symmetric-memory pools and register_mem_pool are at risk (pytorch#187465)",
-        fix="keep it, unless other code of this process allocates torch symmetric memory from a MemPool",
+        expected="fixed segments: our arenas come from ncclMemAlloc, not from the caching allocator, and work all the "
+        "same; torch's own symmetric-memory pools and register_mem_pool are at risk (pytorch#187465)",
+        fix="unset it; keep it, without strict=True, if nothing else in this process allocates torch symmetric memory "
+        "from a MemPool",
     )
     return Finding("expandable_segments", "warns", text)
 

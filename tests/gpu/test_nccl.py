@@ -82,12 +82,13 @@ def test_engines_in_a_trace(
     assert copied_out == (arguments.get("all_gather") == "staged"), "direct placement has no copy-out"
 
 
-SCRIPT = """
+START = """
 import sys, warnings
 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\\.")
 import torch, torch.distributed as dist
 from fsdp_symm import cta_policy, set_symm_mem_for_comm, zero_cta_mesh
-from tests.models import Options, build, train_step
+from fsdp_symm.errors import SymmMemConfigError
+from tests.models import WAYS, Options, build, train_step
 rank = int(sys.argv[1])
 device = torch.device("cuda", rank % torch.cuda.device_count())
 torch.cuda.set_device(device)
@@ -96,6 +97,14 @@ def start(store):
     dist.init_process_group("nccl", init_method=store, rank=rank, world_size=2, device_id=device)
     return build(Options())
 
+def steps_are_equal(plain, model, count):
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, model)]
+    for step in range(count):
+        losses = [train_step(m, o, step, Options()) for m, o in zip((plain, model), optimizers)]
+        assert losses[0] == losses[1], losses
+"""
+
+REBUILT = """
 model = start(sys.argv[2])
 handle = set_symm_mem_for_comm(model, all_gather="staged", dedicated_all_gather=True)
 train_step(model, torch.optim.SGD(model.parameters(), 0.1), 0, Options())
@@ -114,21 +123,38 @@ dist.destroy_process_group()
 
 plain, model = start(sys.argv[3]), build(Options())
 rebuilt = set_symm_mem_for_comm(model, strict=True)
-for step in range(3):
-    losses = [train_step(m, torch.optim.SGD(m.parameters(), 0.1), step, Options()) for m in (plain, model)]
-    assert losses[0] == losses[1], losses
+steps_are_equal(plain, model, 3)
 assert rebuilt.stats().calls["all_gather"].keys() == {"copy_engine"}
 rebuilt.close()
 torch.cuda.synchronize()
 dist.destroy_process_group()
 """
 
+EXPANDABLE = """
+start(sys.argv[2])
+try:
+    set_symm_mem_for_comm(build(Options()), strict=True)
+except SymmMemConfigError as error:
+    assert "expandable segments are on" in str(error), error
+else:
+    raise SystemExit("strict took expandable segments")
+for name, (switch, gathers, _) in WAYS.items():
+    plain, model = build(Options()), build(Options())
+    with set_symm_mem_for_comm(model, **switch) as handle:
+        steps_are_equal(plain, model, 5)
+        assert handle.stats().calls["all_gather"].keys() == {gathers}, (name, handle.stats().calls)
+torch.cuda.synchronize()
+dist.destroy_process_group()
+"""
 
-def test_a_run_ends_without_a_warning_and_its_group_can_be_rebuilt(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+
+def _errors_of_two(script: str, folder: Path, **environment: str) -> list[str]:
+    """What two processes that run the script, and must end well, say on stderr; they get two files for rendezvous."""
+    stores = [f"file://{folder}/{name}" for name in ("first", "second")]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **environment}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), *(f"file://{tmp_path}/{store}" for store in ("first", "second"))],
+            [sys.executable, "-c", START + script, str(rank), *stores],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -136,9 +162,22 @@ def test_a_run_ends_without_a_warning_and_its_group_can_be_rebuilt(tmp_path: Pat
         )
         for rank in range(2)
     ]
-    for process in processes:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
+    try:
+        ends = [(*process.communicate(timeout=120), process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for out, err, code in ends:
+        print(out)
+        assert code == 0, err
+    return [err for _, err, _ in ends]
+
+
+def test_a_run_ends_without_a_warning_and_its_group_can_be_rebuilt(tmp_path: Path) -> None:
+    for err in _errors_of_two(REBUILT, tmp_path):
         assert "ncclCommWindowDeregister" not in err
         assert "Warning" not in err, err
-        print(out)
+
+
+def test_expandable_segments_change_no_number_and_are_refused_under_strict(tmp_path: Path) -> None:
+    _errors_of_two(EXPANDABLE, tmp_path, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
