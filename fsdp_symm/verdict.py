@@ -29,10 +29,10 @@ _PEER_MEMORY_WARNS = ("max_connections", "expandable_segments", "shared_gpu_time
 _PLACED = ("copy engine", "peer copies; placed directly")
 _PULLED = ("copy engine", "peer copies, summed here by one kernel in rank order")
 
-# What "auto" pulls, by the chunk of a rank in the type of the sum: from here on copies and a local sum take no longer
-# than NCCL's symmetric kernel. Over NVLink they slow down GEMMs less, too (profiles/nvlink/reduce_scatter_w2.csv).
-# Where ranks share a GPU all traffic goes to one memory (profiles/reduce_scatter_w2.csv and _w4): of more than two on
-# one, only gradients that travel in a narrower type gain.
+# What "auto" pulls, by the chunk of a rank in the type of the sum: from here on copies and a local sum take about as
+# long as NCCL's symmetric kernel or less. Over NVLink they slow down GEMMs less, too
+# (profiles/nvlink/reduce_scatter_w2.csv). Where ranks share a GPU all traffic goes to one memory
+# (profiles/reduce_scatter_w2.csv and _w4): of more than two on one, only gradients that travel in a narrower type gain.
 AUTO_PULL_BYTES = 32 << 20
 AUTO_PULL_SHARED_BYTES = 64 << 20
 

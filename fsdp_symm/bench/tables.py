@@ -91,6 +91,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "host_vs_gloo": ("profiles/host_vs_gloo.csv", _host),
     "fsdp_step_w2": ("profiles/fsdp_step_w2.csv", _steps),
     "fsdp_step_w4": ("profiles/fsdp_step_w4.csv", _steps),
+    "fsdp_step_d2048_w2": ("profiles/fsdp_step_d2048_w2.csv", _steps),
     "unshard_w2": ("profiles/unshard_w2.csv", _unshard),
     "unshard_w4": ("profiles/unshard_w4.csv", _unshard),
     "reduce_scatter_w2": ("profiles/reduce_scatter_w2.csv", _reduce),
