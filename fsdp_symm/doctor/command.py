@@ -16,6 +16,7 @@ from fsdp_symm.doctor.machine import examine
 from fsdp_symm.doctor.probe import PROBE_ERRORS, WATCHDOG_FACTOR, Probe, one_line
 from fsdp_symm.doctor.report import DoctorReport, GroupRow
 from fsdp_symm.doctor.view import show
+from fsdp_symm.output import OutputError, pipe
 from fsdp_symm.zero_cta import zero_cta_options
 
 _ALONE = "no process group: run it under torchrun to probe (torchrun --nproc-per-node 2 -m fsdp_symm.cli doctor)"
@@ -41,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     """Examine, probe, print on rank 0.
 
     Returns:
-        0 if everything that was tried works, 1 if a probe failed or gave a wrong result, 2 for bad usage.
+        0 if everything that was tried works, 1 if a probe failed or gave a wrong result, 2 for bad usage or an output
+        that cannot be written.
     """
     if (complaint := _bad_argument(args)) is not None:
         print(f"fsdp-symm doctor: {complaint}", file=sys.stderr)
@@ -57,17 +59,25 @@ def run(args: argparse.Namespace) -> int:
         hung = _probe_world(report, device, args)
     else:
         report.notes.append(_ALONE)
-    if rank == 0:
-        if args.json:
+    status = 0 if report.status == "ok" else 1
+    try:
+        if rank == 0:
+            _print(report, as_json=args.json)
+    except OutputError as error:
+        print(f"fsdp-symm doctor: {error}", file=sys.stderr)
+        status = 2
+    if hung:
+        # Destroying the group, or the interpreter's exit, would wait for the collective that never ends.
+        os._exit(status)
+    return status
+
+
+def _print(report: DoctorReport, *, as_json: bool) -> None:
+    with pipe():
+        if as_json:
             print(json.dumps(report.to_json(), indent=2))
         else:
             show(report)
-    status = 0 if report.status == "ok" else 1
-    if hung:
-        # Destroying the group, or the interpreter's exit, would wait for the collective that never ends.
-        sys.stdout.flush()
-        os._exit(status)
-    return status
 
 
 def _bad_argument(args: argparse.Namespace) -> str | None:

@@ -8,13 +8,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from fsdp_symm.doctor.report import CollectiveRow, DoctorReport, GroupRow
+from fsdp_symm.output import PipeConsole
 
 _MIB, _GIB = 2**20, 2**30
 
 
 def show(report: DoctorReport, console: Console | None = None) -> None:
     """Print the report."""
-    out = console if console is not None else Console(highlight=False)
+    out = console if console is not None else PipeConsole(highlight=False)
     out.print(_versions(report))
     if report.gpus:
         out.print(_gpus(report))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fsdp_symm.output import OutputError, pipe
 from fsdp_symm.titan.overlay import COMMAND_LINE, ConfigError, flatten
 from fsdp_symm.titan.sections import help_text
 
@@ -72,8 +73,12 @@ def _parse(argv: Sequence[str], doc: str) -> tuple[str, bool, list[str]]:
 
 
 def _print_config(config: Any) -> None:
-    for key, value in flatten(config, hidden=("model_spec",)):
-        print(f"{key} = {value!r}")
+    try:
+        with pipe():
+            for key, value in flatten(config, hidden=("model_spec",)):
+                print(f"{key} = {value!r}")
+    except OutputError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _report(error: ConfigError, first_of_host: bool) -> int:

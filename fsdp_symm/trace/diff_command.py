@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from fsdp_symm.output import OutputError, PipeConsole, pipe
 from fsdp_symm.trace import names
 from fsdp_symm.trace.classify import Classified, classify
 from fsdp_symm.trace.diff import Diff, compare
@@ -18,7 +19,7 @@ from fsdp_symm.trace.export import to_json
 from fsdp_symm.trace.html import diff_page
 from fsdp_symm.trace.inspect_command import select, write
 from fsdp_symm.trace.load import load
-from fsdp_symm.trace.progress import loading, pipe
+from fsdp_symm.trace.progress import loading
 from fsdp_symm.trace.render import SHORT_ENGINES, make_table, ms_text
 from fsdp_symm.trace.report import build_report
 from fsdp_symm.trace.scan import TraceError
@@ -56,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
             if args.json:
                 print(to_json(msgspec.to_builtins(found)))
             else:
-                render(found, Console(highlight=False, markup=False, emoji=False))
-    except TraceError as error:
+                render(found, PipeConsole(highlight=False, markup=False, emoji=False))
+    except (TraceError, OutputError) as error:
         print(f"fsdp-symm diff: {error}", file=sys.stderr)
         return 2
     for warning in found.warnings if args.json else ():

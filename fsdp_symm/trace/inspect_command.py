@@ -6,15 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
+from fsdp_symm.output import OutputError, PipeConsole, pipe
 from fsdp_symm.trace.classify import classify
 from fsdp_symm.trace.expect import Expectation
 from fsdp_symm.trace.export import to_builtins, to_json
 from fsdp_symm.trace.html import inspect_page
 from fsdp_symm.trace.load import load
 from fsdp_symm.trace.model import Trace
-from fsdp_symm.trace.progress import loading, pipe
+from fsdp_symm.trace.progress import loading
 from fsdp_symm.trace.render import render, to_csv
 from fsdp_symm.trace.report import Report, build_report
 from fsdp_symm.trace.scan import TraceError
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             write(args.html, inspect_page(judged, report), traces)
         with pipe():
             _print(args, report)
-    except TraceError as error:
+    except (TraceError, OutputError) as error:
         print(f"fsdp-symm inspect: {error}", file=sys.stderr)
         return 2
     if args.json or args.csv:
@@ -86,7 +85,7 @@ def _print(args: argparse.Namespace, report: Report) -> None:
     elif args.csv:
         sys.stdout.write(to_csv(report))
     else:
-        render(report, Console(highlight=False, markup=False, emoji=False))
+        render(report, PipeConsole(highlight=False, markup=False, emoji=False))
 
 
 def _judge(expectations: list[Expectation], report: Report) -> int:

@@ -57,19 +57,11 @@ def test_file_names_that_are_not_utf8(tmp_path):
     assert json.loads(ran.stdout)["ranks"][0]["path"].endswith("bad\\xff.json")
 
 
-def test_output_without_utf8_and_full_disks_are_no_tracebacks(tmp_path):
+def test_output_without_utf8_is_no_traceback(tmp_path):
     path = str(gather().write(tmp_path / "t.json"))
     ran = outside("inspect", path, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert ran.returncode == 0, ran.stderr
     assert "verdict" in ran.stdout
-    with open("/dev/full", "w") as full:
-        ran = subprocess.run(
-            [sys.executable, "-m", "fsdp_symm.cli", "inspect", path], stdout=full, stderr=subprocess.PIPE, text=True,
-            check=False,
-        )  # fmt: skip
-    assert ran.returncode == 2
-    assert ran.stderr.count("\n") == 1
-    assert "No space left" in ran.stderr
 
 
 def test_slowdown_of_one_step_compares_with_gemms_beside_nothing(cli, tmp_path):
