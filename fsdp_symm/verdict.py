@@ -22,7 +22,7 @@ _UNDONE_BY_SETTINGS = frozenset(("max_connections", "register_allocator_hook", "
 # Conditions that concern NCCL's collectives: our own copies need peer access, whatever it runs over.
 _NCCL_ONLY = ("no_nvlink_domain",)
 # All that stands in the way of torch's peer memory, which needs no NCCL, and what else concerns it.
-_PEER_MEMORY_BLOCKS = (
+PEER_MEMORY_BLOCKS = (
     "no_peer_access", "several_hosts", "capture_in_progress", "device_mismatch", "symm_backend_taken",
 )  # fmt: skip
 _PEER_MEMORY_WARNS = ("max_connections", "expandable_segments", "shared_gpu_time_slicing", "launch_blocking")
@@ -148,7 +148,7 @@ def _judge_peer_memory(plan: GroupPlan, timeout_s: float) -> Verdict:
     """Torch's peer memory needs no NCCL: only what keeps GPUs apart stands in its way."""
     facts = guards.collect(plan.group, plan.device, timeout_s=timeout_s, wanted_symm_backend="CUDA")
     findings = guards.findings(facts)
-    blocks = [f.text for f in findings if f.code in _PEER_MEMORY_BLOCKS]
+    blocks = [f.text for f in findings if f.code in PEER_MEMORY_BLOCKS]
     undone, advice = _by_weight([f for f in findings if f.code in _PEER_MEMORY_WARNS])
     return Verdict(
         engines={

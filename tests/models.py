@@ -257,8 +257,9 @@ def grads(model: nn.Module) -> list[torch.Tensor | None]:
 def held_bytes(*models: Any) -> int:
     """Bytes that this process holds on the device between two steps, the models resharded and without gradients.
 
-    On a GPU all that torch has allocated, symmetric memory included, but for tables of addresses (int64, as nothing
-    else here is): caches of bounded size keep them. On the CPU, where nothing counts, what all tensors lie over.
+    On a GPU all that torch has allocated (NCCL's windows are not in it: ``arena_bytes`` of a handle's statistics counts
+    those), but for tables of addresses (int64, as nothing else here is): caches of bounded size keep them. On the CPU,
+    where nothing counts, what all tensors lie over.
     """
     for module in (module for model in models for module in model.modules()):
         if isinstance(module, FSDPModule):

@@ -23,7 +23,7 @@ from fsdp_symm.nvlink import active_nvlinks
 DOCTOR = ["-m", "fsdp_symm.cli", "doctor"]
 KEYS = [
     "schema_version", "status", "versions", "gpus", "peer_access", "nvlink", "environment", "nccl_libraries", "shm",
-    "backends", "groups", "notes",
+    "backends", "groups", "findings", "notes",
 ]  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def test_alone_it_looks_and_says_how_to_probe():
     assert report["schema_version"] == SCHEMA_VERSION
     assert report["status"] == "ok"
     assert report["environment"]["NCCL_CTA_POLICY"] == "2"
-    assert [b["backend"] for b in report["backends"]] == ["host", "nccl"]
+    assert [b["backend"] for b in report["backends"]] == ["host", "nccl", "cuda"]
     assert report["groups"] == []
     assert "torchrun" in report["notes"][0]
 
@@ -460,6 +460,34 @@ def test_conditions_of_the_nccl_backend(facts, gpu, usable, word):
     assert row.usable == usable
     assert word in row.unmet
     assert bool(row.unmet) == bool(word)
+
+
+@pytest.mark.parametrize(
+    ("facts", "gpu", "usable", "word"),
+    [
+        (GroupFacts(), True, True, ""),
+        (GroupFacts(), False, False, "no CUDA device"),
+        (GroupFacts(nccl_version=None, nccl_built=None), True, True, ""),
+        (GroupFacts(symm_backend="NVSHMEM"), True, False, "symmetric-memory backend of this process is another one"),
+        (GroupFacts(peer_access=False), True, False, "cannot address each other"),
+    ],
+)
+def test_conditions_of_torchs_peer_memory(facts, gpu, usable, word):
+    row = machine.peer_memory_backend(facts, has_gpu=gpu)
+    assert (row.usable, bool(row.unmet)) == (usable, bool(word))
+    assert word in row.unmet
+
+
+def test_settings_of_the_process_are_told_without_a_group(capsys):
+    report = gpu_report()
+    report.findings = machine.settings(GroupFacts(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}))
+    report.groups = []
+    view.show(report)
+    text = capsys.readouterr().out
+    assert "warns (max_connections): copies will not overlap with compute" in text
+    assert "fix: unset CUDA_DEVICE_MAX_CONNECTIONS" in text
+    assert report.to_json()["findings"][0]["code"] == "max_connections"
+    assert machine.settings(GroupFacts(policies=("default",), driver_version=(12, 4))) == []
 
 
 def gpu_report() -> DoctorReport:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 from typing import Any
@@ -76,11 +77,11 @@ def _random_step(model: Any, optimizer: torch.optim.Optimizer, step: int, rng: r
     return losses
 
 
-def _program(seed: int, steps: int = STEPS, hsdp: bool = False) -> dict[str, int]:
+def _program(seed: int, way: str, steps: int = STEPS, hsdp: bool = False) -> dict[str, int]:
     rng = random.Random(seed)
     options = _random_options(rng, hsdp)
     plain, model = build(options), build(options)
-    switch = dict(rng.choice([arguments for arguments, _, _ in WAYS.values()]))
+    switch = dict(WAYS[way][0])
     if switch.get("all_gather") == "staged":
         switch["slots"] = 8  # outputs of modules that are unsharded early live on
     handle = set_symm_mem_for_comm(model, strict=True, timeout_s=60, **switch)
@@ -120,15 +121,20 @@ def _program(seed: int, steps: int = STEPS, hsdp: bool = False) -> dict[str, int
     return {"all_gathers": calls}
 
 
-@pytest.mark.parametrize("index", range(MODELS))
-def test_random_programs_equal_plain_fsdp2(ranks2: Ranks, index: int) -> None:
-    print(f"FSDP_SYMM_SEED={SEED} (model {index}, seed {SEED + index})")
-    for answer in ranks2.run(_program, SEED + index):
+def _in_turn(count: int) -> list[tuple[int, str]]:
+    """So many numbers, each with a way: all ways come equally often."""
+    return list(zip(range(count), itertools.cycle(WAYS), strict=False))
+
+
+@pytest.mark.parametrize(("index", "way"), _in_turn(MODELS))
+def test_random_programs_equal_plain_fsdp2(ranks2: Ranks, index: int, way: str) -> None:
+    print(f"FSDP_SYMM_SEED={SEED} (model {index}, seed {SEED + index}, {way})")
+    for answer in ranks2.run(_program, SEED + index, way):
         assert answer["all_gathers"] > STEPS // 2
 
 
-@pytest.mark.parametrize("index", range(MODELS_4))
-def test_random_hsdp_programs_equal_plain_fsdp2(ranks4: Ranks, index: int) -> None:
-    print(f"FSDP_SYMM_SEED={SEED} (HSDP model {index}, seed {SEED + 1000 + index})")
-    for answer in ranks4.run(_program, SEED + 1000 + index, STEPS_4, True):
+@pytest.mark.parametrize(("index", "way"), _in_turn(MODELS_4))
+def test_random_hsdp_programs_equal_plain_fsdp2(ranks4: Ranks, index: int, way: str) -> None:
+    print(f"FSDP_SYMM_SEED={SEED} (HSDP model {index}, seed {SEED + 1000 + index}, {way})")
+    for answer in ranks4.run(_program, SEED + 1000 + index, way, STEPS_4, True):
         assert answer["all_gathers"] > STEPS_4 // 2

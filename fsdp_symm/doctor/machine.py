@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import shutil
@@ -11,12 +12,14 @@ import sys
 import torch
 
 import fsdp_symm
-from fsdp_symm.doctor.report import BackendRow, DoctorReport, Gpu, NvLink, Shm, Versions
+from fsdp_symm.doctor.report import BackendRow, DoctorReport, FindingRow, Gpu, NvLink, Shm, Versions
 from fsdp_symm.guards import GroupFacts, findings, first_line, local_facts
 from fsdp_symm.memory.shared_file import SHM_DIR_VARIABLE
 from fsdp_symm.nvlink import active_nvlinks
+from fsdp_symm.verdict import PEER_MEMORY_BLOCKS
 
 _TOOL_TIMEOUT_S = 20.0
+_NO_GPU = "no CUDA device (torch.cuda.is_available() is False)"
 
 
 def examine() -> DoctorReport:
@@ -32,8 +35,18 @@ def examine() -> DoctorReport:
         environment=dict(facts.environment),
         nccl_libraries=list(facts.nccl_libraries),
         shm=shm,
-        backends=[host_backend(shm), nccl_backend(facts, has_gpu=cuda)],
+        backends=[
+            host_backend(shm),
+            nccl_backend(facts, has_gpu=cuda),
+            peer_memory_backend(facts, has_gpu=cuda),
+        ],
+        findings=settings(facts) if cuda else [],
     )
+
+
+def settings(facts: GroupFacts) -> list[FindingRow]:
+    """What the guards warn about; nothing of it keeps a backend from running."""
+    return [FindingRow(f.code, f.severity, f.text) for f in findings(facts) if f.severity == "warns"]
 
 
 def _versions(facts: GroupFacts) -> Versions:
@@ -104,9 +117,18 @@ def nccl_backend(facts: GroupFacts, *, has_gpu: bool) -> BackendRow:
     if blocking is not None:
         return BackendRow("nccl", "cuda", False, first_line(blocking))
     if not has_gpu:
-        return BackendRow("nccl", "cuda", False, "no CUDA device (torch.cuda.is_available() is False)")
+        return BackendRow("nccl", "cuda", False, _NO_GPU)
     degrading = next((f for f in found if f.severity == "degrades" and f.code != "policy_not_zero"), None)
     return BackendRow("nccl", "cuda", True, "" if degrading is None else first_line(degrading))
+
+
+def peer_memory_backend(facts: GroupFacts, *, has_gpu: bool) -> BackendRow:
+    """Conditions of torch's peer memory that need no group."""
+    if not has_gpu:
+        return BackendRow("cuda", "cuda", False, _NO_GPU)
+    wanted = dataclasses.replace(facts, wanted_symm_backend="CUDA")
+    blocking = next((f for f in findings(wanted) if f.code in PEER_MEMORY_BLOCKS), None)
+    return BackendRow("cuda", "cuda", blocking is None, "" if blocking is None else first_line(blocking))
 
 
 def nvlink() -> NvLink:

@@ -160,6 +160,7 @@ class DoctorReport:
         peer_access: row i, column j: whether GPU i can address GPU j's memory.
         environment: relevant variables that are set.
         nccl_libraries: every libnccl mapped into the process; more than one is a finding.
+        findings: settings of this process that a switch on GPUs would warn about or, under ``strict``, refuse.
         notes: what was left out, and how to get it.
     """
 
@@ -172,6 +173,7 @@ class DoctorReport:
     shm: Shm
     backends: list[BackendRow]
     groups: list[GroupRow] = field(default_factory=list)
+    findings: list[FindingRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fsdp_symm.doctor.report import CollectiveRow, DoctorReport, GroupRow
+from fsdp_symm.doctor.report import CollectiveRow, DoctorReport, FindingRow, GroupRow
 from fsdp_symm.output import PipeConsole
 
 _MIB, _GIB = 2**20, 2**30
@@ -27,6 +29,8 @@ def show(report: DoctorReport, console: Console | None = None) -> None:
         out.print(f"NCCL library: {path}", soft_wrap=True, markup=False)
     for group in report.groups:
         _group(group, out)
+    if not report.groups:  # each names its own
+        _findings(report.findings, out)
     for note in report.notes:
         out.print(f"note: {note}", markup=False)
     out.print(f"status: {report.status}")
@@ -105,10 +109,14 @@ def _group(group: GroupRow, out: Console) -> None:
         out.print(table)
     else:
         out.print(title, markup=False)
-    for finding in group.findings:
-        out.print(f"{finding.severity} ({finding.code}): {finding.text}", markup=False)
+    _findings(group.findings, out)
     if group.error:
         out.print(f"error: {group.error}", markup=False)
+
+
+def _findings(findings: Sequence[FindingRow], out: Console) -> None:
+    for finding in findings:
+        out.print(f"{finding.severity} ({finding.code}): {finding.text}", markup=False)
 
 
 def _cells(row: CollectiveRow) -> tuple[str, str, str, str, str]:
