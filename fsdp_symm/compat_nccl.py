@@ -66,6 +66,11 @@ def nccl_runtime_version() -> tuple[int, int, int]:
     return major, minor, patch
 
 
+def is_process_group(value: object) -> bool:
+    """Whether it can be asked for its backends as :func:`nccl_backend` does."""
+    return callable(getattr(value, "_get_backend", None))
+
+
 def nccl_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The ``ProcessGroupNCCL`` that serves ``device`` in ``group``.
 

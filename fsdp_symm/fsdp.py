@@ -306,7 +306,8 @@ def _announce(members: list[Member], skips: list[Skip], options: SwitchOptions) 
             "set_symm_mem_for_comm: nothing was switched",
             found="; ".join(reasons),
             expected="at least one collective to move",
-            fix="as the reasons say: backend='auto', looser min_bytes or modules; or leave the call out",
+            fix="as the reasons say: backend='auto', looser min_bytes or modules, the earlier handle closed; or leave "
+            "the call out",
         )
         warnings.warn(text, SymmMemFallbackWarning, stacklevel=3)
     texts = []
@@ -315,7 +316,7 @@ def _announce(members: list[Member], skips: list[Skip], options: SwitchOptions) 
             "set_symm_mem_for_comm: some collectives stay on the plain path",
             found="; ".join(f"{s.role} of {s.group.label!r}: {s.reason}" for s in downgrades),
             expected="FSDP2's default comms on a device that a backend serves",
-            fix="remove the custom comm, or exclude the modules with modules=...",
+            fix="as the reasons say: backend='auto', without the custom comm, or modules=... that leaves these out",
         )
         texts.append(text)
     notes = [item for item in members if item.note is not None]

@@ -316,7 +316,10 @@ def agree(plans: tuple[GroupPlan, ...], *, options: str, timeout_s: float) -> No
         PlanMismatchError: names the ranks and the first line that differs.
     """
     what = "set_symm_mem_for_comm: comparing the communication plan"
-    fix = "call set_symm_mem_for_comm on every rank, with models built by the same code"
+    fix = (
+        "call set_symm_mem_for_comm on every rank, with models built by the same code; look for an error on the "
+        "missing ranks"
+    )
     texts = [plan.lines(options) for plan in plans]
     digests = exchange_many(
         [(p.group, digest(t).encode()) for p, t in zip(plans, texts, strict=True)],

@@ -26,7 +26,8 @@ class ReportRow:
         modules: FQNs that the row covers.
         slots: slots of the ring, 0 on the plain path.
         nbytes: bytes of all slots of the ring.
-        engine: who moves the bytes: ``"host"``, ``"plain"``, or ``"none"`` when nothing moves.
+        engine: who moves the bytes: ``"host"``, ``"copy engine"``, ``"symmetric kernel"``, ``"plain"``; ``"kept"`` for
+            an earlier handle's or a user's comm in symmetric memory, ``"none"`` when nothing moves.
         reason: why this engine.
     """
 

@@ -15,6 +15,7 @@ from torch import nn
 from fsdp_symm import compat, compat_nccl, compat_sizes, compat_unshard
 from fsdp_symm.compat import ParamGroup, Role
 from fsdp_symm.errors import SymmMemConfigError, problem
+from fsdp_symm.limits import LONGEST_TIMEOUT_S, MAX_SLOTS, SHORTEST_TIMEOUT_S
 from fsdp_symm.memory.arena import BACKENDS
 from fsdp_symm.memory.mixin import SymmMemAllocMixin
 from fsdp_symm.plan import Member, member, role_groups
@@ -24,7 +25,7 @@ AllGatherChoice = bool | Literal["auto", "direct", "staged"]
 ReduceScatterChoice = bool | Literal["auto", "copy_engine", "nccl"]
 ALL_GATHER = get_args(get_args(AllGatherChoice)[1])
 REDUCE_SCATTER = get_args(get_args(ReduceScatterChoice)[1])
-MAX_SLOTS = 4096
+_SECONDS = f"seconds, from {SHORTEST_TIMEOUT_S:g} to {LONGEST_TIMEOUT_S:.0f}"
 ModuleFilter = str | Callable[[str, nn.Module], bool] | None
 
 
@@ -48,12 +49,16 @@ class SwitchOptions:
 
     def __post_init__(self) -> None:
         backends = ["auto", *sorted(BACKENDS)]
-        self._require("backend", self.backend in backends, f"one of {backends}")
+        self._require("backend", isinstance(self.backend, str) and self.backend in backends, f"one of {backends}")
         for name in ("strict", "dedicated_all_gather"):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
         for name, ways in (("all_gather", ALL_GATHER), ("reduce_scatter", REDUCE_SCATTER)):
             value = getattr(self, name)
-            self._require(name, isinstance(value, bool) or value in ways, f"one of {list(ways)}, True or False")
+            self._require(
+                name,
+                isinstance(value, bool) or (isinstance(value, str) and value in ways),
+                f"one of {list(ways)}, True or False",
+            )
         some = self.all_gather is not False or self.reduce_scatter is not False
         self._require("all_gather", some, "all_gather or reduce_scatter to be on")
         self._require(
@@ -68,7 +73,7 @@ class SwitchOptions:
             f"None or an integer from 1 to {MAX_SLOTS}",
         )
         number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
-        self._require("timeout_s", number and 0.01 <= self.timeout_s <= 1e6, "seconds, from 0.01 to 1000000")
+        self._require("timeout_s", number and SHORTEST_TIMEOUT_S <= self.timeout_s <= LONGEST_TIMEOUT_S, _SECONDS)
 
     def _require(self, name: str, good: bool, expected: str) -> None:
         if not good:
@@ -117,6 +122,7 @@ class Skip:
         downgrade: True if the user asked for it and it cannot be had: a warning, or an error under ``strict``.
         moves: False if no bytes move at all.
         watched: True if bytes may move later: a comm is installed that serves them, or says that it cannot.
+        kept: True if another handle's, or a user's, comm in symmetric memory moves the bytes, as before.
     """
 
     group: ParamGroup
@@ -125,11 +131,12 @@ class Skip:
     downgrade: bool = False
     moves: bool = True
     watched: bool = False
+    kept: bool = False
 
     @property
     def engine(self) -> str:
-        """``"plain"``, or ``"none"`` where no bytes move at all."""
-        return "plain" if self.moves else "none"
+        """``"plain"``, ``"kept"``, or ``"none"`` where no bytes move at all."""
+        return "none" if not self.moves else "kept" if self.kept else "plain"
 
 
 def select(model: nn.Module, options: SwitchOptions) -> tuple[list[Member], list[Skip]]:
@@ -191,7 +198,8 @@ def _decide(group: ParamGroup, role: Role, options: SwitchOptions, chosen: bool)
         return Skip(group, role, "not selected by modules")
     comm = compat.get_comm(group, role)
     if isinstance(comm, SymmMemAllocMixin) or (role == "all_gather" and compat_unshard.taken_over(group)):
-        return Skip(group, role, "already on symmetric memory (an earlier handle or a custom comm)")
+        reason = "already on symmetric memory (an earlier handle or a custom comm)"
+        return Skip(group, role, reason, kept=True)
     backend, reason = _backend(group, role, options)
     if (reason := compat.occupied_by(group, role) or reason) is not None:
         return Skip(group, role, reason, downgrade=True)

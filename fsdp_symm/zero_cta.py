@@ -97,9 +97,10 @@ def zero_cta_mesh(
         SymmMemConfigError: see :func:`zero_cta_options`; the shape and the names do not fit together; or a group came
             out without the policy.
     """
-    listed = not isinstance(mesh_shape, int) and not isinstance(mesh_dim_names, str)
+    listed = all(isinstance(value, Sequence) and not isinstance(value, str) for value in (mesh_shape, mesh_dim_names))
     shape, names = (tuple(mesh_shape), tuple(mesh_dim_names)) if listed else ((), ())
-    good = all(isinstance(n, int) and n > 0 for n in shape) and len(set(names)) == len(names)
+    good = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape)
+    good = good and all(isinstance(name, str) and name for name in names) and len(set(names)) == len(names)
     if len(shape) != len(names) or not shape or not good:
         raise SymmMemConfigError(
             problem(
@@ -107,6 +108,15 @@ def zero_cta_mesh(
                 found=f"{mesh_shape!r} and {mesh_dim_names!r}",
                 expected="ranks along each dimension, all above 0, and a name of its own for each, at least one",
                 fix="for example zero_cta_mesh((2, 4), ('dp_replicate', 'dp_shard'))",
+            )
+        )
+    if device_type != "cuda":
+        raise SymmMemConfigError(
+            problem(
+                "zero_cta_mesh: device_type",
+                found=repr(device_type),
+                expected="'cuda': NCCL serves no other device, and CPU ranks need no policy",
+                fix="leave it out; for other devices torch's init_device_mesh",
             )
         )
     # One options object a dimension: split_group and new_group write ranks, name and split color into it.
@@ -199,8 +209,17 @@ def cta_policy(group: dist.ProcessGroup, device: torch.device) -> Policy:
     has no effect there.
 
     Raises:
-        SymmMemConfigError: the group does not use NCCL for the device.
+        SymmMemConfigError: not a group and a device, or the group does not use NCCL for the device.
     """
+    if not isinstance(device, torch.device) or not compat_nccl.is_process_group(group):
+        raise SymmMemConfigError(
+            problem(
+                "cta_policy: bad arguments",
+                found=f"{group!r} and {device!r}",
+                expected="a process group and a torch.device",
+                fix="for example cta_policy(dist.group.WORLD, torch.device('cuda', 0))",
+            )
+        )
     return policy_and_source(group, device)[0]
 
 

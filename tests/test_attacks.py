@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -329,6 +330,22 @@ def test_a_rank_that_gave_up_is_named_with_its_reason_in_time(ranks2: Ranks) -> 
     assert "ranks [0] of group [0, 1] did not arrive within 2 s" in text
     assert "found: ranks [1]; rank 0 gave up (KeyboardInterrupt)" in text
     assert took_s < 20
+
+
+def _handles_without_close() -> int:
+    before = len(os.listdir("/proc/self/fd"))
+    for step in range(4):
+        model = build(Options())
+        handle = set_symm_mem_for_comm(model)
+        train_step(model, torch.optim.SGD(model.parameters(), 0.1), step, Options())
+        del model, handle
+        gc.collect()
+    return max(len(os.listdir("/proc/self/fd")) - before, 0)  # others may have been closed meanwhile
+
+
+@pytest.mark.filterwarnings("ignore")  # where a handle that was never closed is told
+def test_handles_that_nobody_closes_leave_no_descriptor(ranks2: Ranks) -> None:
+    assert ranks2.run(_handles_without_close) == [0, 0]
 
 
 def _interrupted_reservation() -> int:

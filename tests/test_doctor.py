@@ -16,8 +16,9 @@ import torch
 from fsdp_symm.cli import main
 from fsdp_symm.doctor import SCHEMA_VERSION, machine, probe, view
 from fsdp_symm.doctor.report import BackendRow, CollectiveRow, DoctorReport, FindingRow, Gpu, GroupRow, NvLink, Shm
-from fsdp_symm.errors import SymmMemTimeoutError
+from fsdp_symm.errors import SymmMemMemoryError, SymmMemTimeoutError
 from fsdp_symm.guards import GroupFacts
+from fsdp_symm.memory.shared_file import SHM_DIR_VARIABLE, reserve
 from fsdp_symm.nvlink import active_nvlinks
 
 DOCTOR = ["-m", "fsdp_symm.cli", "doctor"]
@@ -82,8 +83,9 @@ def test_under_torchrun_it_probes_the_group_once(launched):
 @pytest.mark.parametrize(
     ("args", "word"),
     [
-        (["--timeout", "0"], "--timeout: found 0, expected seconds > 0"),
+        (["--timeout", "0"], "--timeout: found 0, expected seconds, 0 to 1000000, fix: --timeout 60"),
         (["--timeout", "nan"], "--timeout: found nan"),
+        (["--timeout", "1e300"], "--timeout: found 1e+300"),
         (["--policy", "fast"], "invalid choice: 'fast'"),
         (["--what"], "unrecognized arguments: --what"),
     ],
@@ -94,12 +96,28 @@ def test_bad_usage(args, word):
     assert word in err
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
-def test_ranks_that_are_no_numbers_are_bad_usage(monkeypatch, name):
-    monkeypatch.setenv(name, "a")
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["a", "-1", "9" * 20])
+def test_ranks_that_are_no_numbers_are_bad_usage(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
     status, out, err = doctor()
     assert (status, out) == (2, "")
-    assert f"{name}: found 'a', expected a number, fix: start ranks with torchrun, or unset {name}" in err
+    assert f"{name}: found {value!r}, expected a number up to " in err
+    assert f"fix: start ranks with torchrun, or unset {name}" in err
+
+
+def test_a_rank_beyond_the_world_is_bad_usage():
+    launch = {"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = spawn(*DOCTOR, **launch)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "RANK: found 5, expected one below WORLD_SIZE=2, fix: start ranks with torchrun" in done.stderr
+
+
+def test_a_rank_that_prints_no_tables_says_why_it_fails():
+    launch = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # nobody listens there
+    done = spawn(*DOCTOR, "--timeout", "1", **launch)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "fsdp-symm doctor: rank 1: " in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
@@ -429,8 +447,10 @@ def test_links_from_nvidia_smi_or_nobody(monkeypatch, tmp_path):
     [
         (Shm("/dev/shm", 10, 10), ""),
         (Shm("/dev/shm", 10, 0), "is full"),
-        (Shm("/none", None, None), "does not exist"),
-        (Shm("/nowhere/at/all", 10, 10), "is not writable"),
+        (
+            Shm("/none", None, None, "No such file or directory"),
+            "/none: No such file or directory; mount a tmpfs there",
+        ),
     ],
 )
 def test_conditions_of_the_host_backend(shm, word):
@@ -439,9 +459,26 @@ def test_conditions_of_the_host_backend(shm, word):
     assert word in row.unmet
 
 
-def test_shm_folder_follows_the_variable(monkeypatch):
-    monkeypatch.setenv(machine.SHM_DIR_VARIABLE, "/does/not/exist")
-    assert machine.shm_state() == Shm("/does/not/exist", None, None)
+@pytest.mark.parametrize(
+    ("folder", "error"),
+    [
+        ("/does/not/exist", "No such file or directory"),
+        ("/etc/passwd", "Not a directory"),
+    ],
+)
+def test_a_folder_that_cannot_hold_segments_is_told_as_the_switch_tells_it(monkeypatch, folder, error):
+    monkeypatch.setenv(SHM_DIR_VARIABLE, folder)
+    row = machine.host_backend(machine.shm_state())
+    assert not row.usable
+    assert row.unmet == f"{folder}: {error}; unset {SHM_DIR_VARIABLE}, or let it name a writable tmpfs"
+    with pytest.raises(SymmMemMemoryError, match=error) as raised:
+        reserve(4096)
+    assert f"fix: unset {SHM_DIR_VARIABLE}" in str(raised.value)
+
+
+def test_an_empty_variable_names_no_folder(monkeypatch):
+    monkeypatch.setenv(SHM_DIR_VARIABLE, "")
+    assert machine.shm_state().path == "/dev/shm"
 
 
 @pytest.mark.parametrize(

@@ -369,7 +369,7 @@ def _life_cycle() -> None:
     assert not first.closed
     second = set_symm_mem_for_comm(model)  # twice: everything is taken already
     assert not second.enabled
-    assert {r.engine for r in second.report} == {"plain"}
+    assert {r.engine for r in second.report} == {"kept"}
     assert all("already on symmetric memory" in r.reason for r in second.report)
     second.close()
     assert _step(model) == _step(plain)

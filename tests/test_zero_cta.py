@@ -206,11 +206,38 @@ def test_an_overriding_variable_is_told(asked, monkeypatch):
 
 @pytest.mark.parametrize(
     ("shape", "names"),
-    [((2, 2), ("dp",)), ((), ()), (2, ("dp",)), ((2,), "dp"), ((0,), ("dp",)), ((1, 1), ("dp", "dp"))],
+    [
+        ((2, 2), ("dp",)),
+        ((), ()),
+        (2, ("dp",)),
+        ((2,), "dp"),
+        ((0,), ("dp",)),
+        ((1, 1), ("dp", "dp")),
+        ((True,), ("dp",)),
+        ((2,), ("",)),
+        ((2,), (1,)),
+        ((2,), (["a"],)),
+        (None, None),
+        ((2,), None),
+    ],
 )
 def test_shape_and_names_must_fit(shape, names):
     with pytest.raises(SymmMemConfigError, match=r"do not fit together(.|\n)*found: (.|\n)*fix: for example"):
         zero_cta_mesh(shape, names)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "bogus", None])
+def test_a_mesh_is_of_gpus(device_type):
+    with pytest.raises(
+        SymmMemConfigError, match=r"device_type\n  found: (.|\n)*expected: 'cuda': NCCL serves no other"
+    ):
+        zero_cta_mesh((2,), ("dp",), device_type=device_type)
+
+
+@pytest.mark.parametrize(("group", "device"), [(None, CUDA), (5, CUDA), ("world", CUDA), (SimpleNamespace(), "cuda")])
+def test_a_policy_is_of_a_group_and_a_device(group, device):
+    with pytest.raises(SymmMemConfigError, match=r"bad arguments(.|\n)*expected: a process group and a torch.device"):
+        cta_policy(group, device)
 
 
 @pytest.mark.usefixtures("fake_nccl")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from datetime import timedelta
@@ -16,9 +15,11 @@ from fsdp_symm.doctor.machine import examine
 from fsdp_symm.doctor.probe import PROBE_ERRORS, WATCHDOG_FACTOR, Probe, one_line
 from fsdp_symm.doctor.report import DoctorReport, GroupRow
 from fsdp_symm.doctor.view import show
+from fsdp_symm.limits import LONGEST_TIMEOUT_S
 from fsdp_symm.output import OutputError, pipe
 from fsdp_symm.zero_cta import zero_cta_options
 
+_LARGEST = {"RANK": 99_999, "WORLD_SIZE": 100_000, "LOCAL_RANK": 99_999, "MASTER_PORT": 65_535}
 _ALONE = "no process group: run it under torchrun to probe (torchrun --nproc-per-node 2 -m fsdp_symm.cli doctor)"
 
 
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if rank == 0:
             _print(report, as_json=args.json)
+        else:
+            _print_errors(report, rank)
     except OutputError as error:
         print(f"fsdp-symm doctor: {error}", file=sys.stderr)
         status = 2
@@ -80,15 +83,30 @@ def _print(report: DoctorReport, *, as_json: bool) -> None:
             show(report)
 
 
+def _print_errors(report: DoctorReport, rank: int) -> None:
+    """What rank 0, which prints the tables, may not have lived to hear."""
+    for group in report.groups:
+        if group.error:
+            print(f"fsdp-symm doctor: rank {rank}: {group.error}", file=sys.stderr)
+
+
 def _bad_argument(args: argparse.Namespace) -> str | None:
-    if not (0 < args.timeout < math.inf):
-        return f"--timeout: found {args.timeout:g}, expected seconds > 0, fix: --timeout 60"
+    if not (0 < args.timeout <= LONGEST_TIMEOUT_S):
+        return f"--timeout: found {args.timeout:g}, expected seconds, 0 to {LONGEST_TIMEOUT_S:.0f}, fix: --timeout 60"
     if args.device == "cuda" and not torch.cuda.is_available():
         return "--device cuda: found no CUDA device, expected one, fix: --device cpu"
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         found = os.environ.get(name, "0")
-        if not found.isascii() or not found.isdigit():
-            return f"{name}: found {found!r}, expected a number, fix: start ranks with torchrun, or unset {name}"
+        if not (found.isascii() and found.isdigit() and int(found) <= _LARGEST[name]):
+            return (
+                f"{name}: found {found!r}, expected a number up to {_LARGEST[name]}, fix: start ranks with torchrun, "
+                f"or unset {name}"
+            )
+    if _launched() and not dist.is_initialized() and int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
+        return (
+            f"RANK: found {os.environ['RANK']}, expected one below WORLD_SIZE={os.environ['WORLD_SIZE']}, fix: start "
+            "ranks with torchrun, or unset RANK"
+        )
     return None
 
 

@@ -14,7 +14,7 @@ import torch
 import fsdp_symm
 from fsdp_symm.doctor.report import BackendRow, DoctorReport, FindingRow, Gpu, NvLink, Shm, Versions
 from fsdp_symm.guards import GroupFacts, findings, first_line, local_facts
-from fsdp_symm.memory.shared_file import SHM_DIR_VARIABLE
+from fsdp_symm.memory.shared_file import another_place, shm_dir, unnamed_file
 from fsdp_symm.nvlink import active_nvlinks
 from fsdp_symm.verdict import PEER_MEMORY_BLOCKS
 
@@ -87,12 +87,13 @@ def _peer_access() -> list[list[bool]]:
 
 
 def shm_state() -> Shm:
-    """Size and free bytes of the host backend's folder."""
-    path = os.environ.get(SHM_DIR_VARIABLE, "/dev/shm")
+    """Size and free bytes of the host backend's folder, and whether a file can be made there as segments are."""
+    path = shm_dir()
     try:
         usage = shutil.disk_usage(path)
-    except OSError:
-        return Shm(path, None, None)
+        os.close(unnamed_file(path))
+    except OSError as error:
+        return Shm(path, None, None, error.strerror or str(error))
     return Shm(path, usage.total, usage.free)
 
 
@@ -101,10 +102,8 @@ def host_backend(shm: Shm) -> BackendRow:
     unmet = ""
     if sys.platform != "linux":
         unmet = f"{sys.platform}: futexes and O_TMPFILE need Linux"
-    elif shm.free_bytes is None:
-        unmet = f"{shm.path} does not exist; set {SHM_DIR_VARIABLE} to a tmpfs"
-    elif not os.access(shm.path, os.W_OK):
-        unmet = f"{shm.path} is not writable; set {SHM_DIR_VARIABLE} to a tmpfs"
+    elif shm.error:
+        unmet = f"{shm.path}: {shm.error}; {another_place()}"
     elif shm.free_bytes == 0:
         unmet = f"{shm.path} is full; free it, or give the container a larger --shm-size"
     return BackendRow("host", "cpu", not unmet, unmet)

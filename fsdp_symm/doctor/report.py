@@ -60,11 +60,17 @@ class NvLink:
 
 @dataclass
 class Shm:
-    """The folder of the host backend's segments; sizes in bytes, ``None`` where the folder is missing."""
+    """The folder of the host backend's segments.
+
+    Attributes:
+        size_bytes, free_bytes: ``None`` where nothing can be asked.
+        error: why no segment can be made there, ``""`` if one can.
+    """
 
     path: str
     size_bytes: int | None
     free_bytes: int | None
+    error: str = ""
 
 
 @dataclass

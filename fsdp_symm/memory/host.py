@@ -25,6 +25,7 @@ from fsdp_symm.memory.shared_file import (
     Invitation,
     Kind,
     Mapping,
+    close_all,
     control_bytes,
     digest,
     fit,
@@ -68,6 +69,8 @@ class HostSegment:
         self._closed = False
         self._mappings: list[Mapping] = []
         self._pidfds: list[int | None] = []
+        # Mappings go with this object, also where nobody calls close(); descriptors would not.
+        weakref.finalize(self, close_all, self._pidfds).atexit = False
         self._open(group)
         self._own = self._mappings[self.rank]
         self._base = self._own.bytes.data_ptr() + self.data_at  # a number: it may outlive the mapping
@@ -121,10 +124,7 @@ class HostSegment:
 
     def _unmap(self) -> None:
         self._mappings = []
-        while self._pidfds:  # taken out first: a signal in between must not let one be closed twice
-            pidfd = self._pidfds.pop()
-            if pidfd is not None:
-                os.close(pidfd)
+        close_all(self._pidfds)
 
     def _exchange(self, group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
         return exchange(

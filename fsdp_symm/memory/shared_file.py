@@ -33,7 +33,23 @@ Kind = Literal["ready", "done"]
 
 def shm_dir() -> str:
     """Where segments are made: ``/dev/shm`` unless ``FSDP_SYMM_SHM_DIR`` names another tmpfs."""
-    return os.environ.get(SHM_DIR_VARIABLE, "/dev/shm")
+    return os.environ.get(SHM_DIR_VARIABLE) or "/dev/shm"
+
+
+def another_place() -> str:
+    """What to do where :func:`shm_dir` cannot hold a segment."""
+    if os.environ.get(SHM_DIR_VARIABLE):
+        return f"unset {SHM_DIR_VARIABLE}, or let it name a writable tmpfs"
+    return f"mount a tmpfs there (`mount -t tmpfs tmpfs {shm_dir()}`), or let {SHM_DIR_VARIABLE} name one"
+
+
+def unnamed_file(folder: str) -> int:
+    """The descriptor of a new, empty file that goes with its last descriptor and mapping.
+
+    Raises:
+        OSError: the folder cannot hold one.
+    """
+    return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
 
 
 def control_bytes(num_slots: int) -> int:
@@ -47,14 +63,14 @@ def reserve(nbytes: int) -> int:
     folder = shm_dir()
     what = f"host symmetric memory: {nbytes} bytes ({nbytes / 2**20:.1f} MiB) in {folder} could not be had"
     try:
-        descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        descriptor = unnamed_file(folder)
     except OSError as error:
         raise SymmMemMemoryError(
             problem(
                 what,
                 found=error.strerror,
                 expected="a writable tmpfs",
-                fix=f"mount a tmpfs there (`mount -t tmpfs tmpfs {folder}`) or set {SHM_DIR_VARIABLE}",
+                fix=another_place(),
             )
         ) from error
     try:
@@ -190,3 +206,11 @@ def is_dead(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def close_all(descriptors: list[int | None]) -> None:
+    """Close and take out all of them."""
+    while descriptors:  # taken out first: a signal in between must not let one be closed twice
+        descriptor = descriptors.pop()
+        if descriptor is not None:
+            os.close(descriptor)

@@ -8,6 +8,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fsdp_symm.limits import LONGEST_TIMEOUT_S, MAX_SLOTS, SHORTEST_TIMEOUT_S
 from fsdp_symm.titan.overlay import FieldError, describe
 
 
@@ -26,8 +27,11 @@ def _at_least(section: Any, name: str, least: int) -> None:
 
 
 def _check_timeout(seconds: float) -> None:
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise FieldError("timeout_s", f"found {seconds}; allowed: a finite number of seconds above 0")
+    if not SHORTEST_TIMEOUT_S <= seconds <= LONGEST_TIMEOUT_S:
+        raise FieldError(
+            "timeout_s",
+            f"found {seconds:g}; allowed: seconds from {SHORTEST_TIMEOUT_S:g} to {LONGEST_TIMEOUT_S:.0f}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +85,8 @@ class FsdpSymmSection:
 
     def __post_init__(self) -> None:
         _at_least(self, "min_bytes", 0)
-        _at_least(self, "slots", 0)
+        if not 0 <= self.slots <= MAX_SLOTS:
+            raise FieldError("slots", f"found {self.slots}; allowed: 0 to {MAX_SLOTS}")
         if self.zero_cta and self.dedicated_all_gather:
             raise FieldError(
                 "dedicated_all_gather",

@@ -35,10 +35,12 @@ class Expectation:
         Raises:
             TraceError: unknown engine or kind.
         """
-        engine, _, kinds = text.partition(":")
+        engine, colon, kinds = text.partition(":")
         if engine not in _ENGINES:
             raise TraceError(f"--expect {text}: unknown engine {engine!r}; expected one of {', '.join(_ENGINES)}")
         named = tuple(k.strip().replace("-", "_") for k in kinds.split(",") if k.strip())
+        if colon and not named:
+            raise TraceError(f"--expect {text}: no collective after ':'; expected one of {', '.join(_KINDS)}")
         for kind in named:
             if kind not in _KINDS:
                 raise TraceError(f"--expect {text}: unknown collective {kind!r}; expected one of {', '.join(_KINDS)}")

@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
         {"recv_capacity_factor": "1e308"},
         f"{KEY}.recv_capacity_factor: found 1e+308, inf rows of 768 in an even share; allowed: at most {2**40} rows",
     ),
-    "timeout": ({"timeout_s": "0"}, f"{KEY}.timeout_s: found 0.0; allowed: a finite number of seconds above 0"),
+    "timeout": ({"timeout_s": "0"}, f"{KEY}.timeout_s: found 0; allowed: seconds from 0.01 to 1000000"),
     "unknown policy": (
         {"overflow": "rais"},
         f"{KEY}.overflow: found 'rais' (str); allowed: 'grow', 'raise', 'drop'; nearest: 'raise'",

@@ -143,19 +143,31 @@ REFUSED: list[tuple[str, list[str]]] = [
     (
         "[fsdp_symm]\nslots = -1",
         [
-            "fsdp_symm.slots: found -1; allowed: 0 or more",
+            "fsdp_symm.slots: found -1; allowed: 0 to 4096",
         ],
     ),
     (
         "[fsdp_symm]\ntimeout_s = 0",
         [
-            "fsdp_symm.timeout_s: found 0.0; allowed: a finite number of seconds above 0",
+            "fsdp_symm.timeout_s: found 0; allowed: seconds from 0.01 to 1000000",
+        ],
+    ),
+    (
+        "[fsdp_symm]\nslots = 5000",
+        [
+            "fsdp_symm.slots: found 5000; allowed: 0 to 4096",
+        ],
+    ),
+    (
+        "[fsdp_symm]\ntimeout_s = 1e9",
+        [
+            "fsdp_symm.timeout_s: found 1e+09; allowed: seconds from 0.01 to 1000000",
         ],
     ),
     (
         "[fsdp_symm]\ntimeout_s = nan",
         [
-            "fsdp_symm.timeout_s: found nan; allowed: a finite number",
+            "fsdp_symm.timeout_s: found nan; allowed: seconds from 0.01",
         ],
     ),
     (

@@ -70,6 +70,8 @@ def test_incomplete_trace_vouches_for_nothing(cli, tmp_path):
     ("arguments", "words"),
     [
         (("--expect", "warp-drive"), "unknown engine 'warp-drive'; expected one of copy-engine,"),
+        (("--expect", "copy-engine:"), "--expect copy-engine:: no collective after ':'; expected one of all_gather,"),
+        (("--expect", "copy-engine:,,"), "no collective after ':'"),
         (("--expect", "copy-engine:all_gthr"), "unknown collective 'all_gthr'; expected one of all_gather,"),
         (("--rank", "4"), "--rank 4: no such rank; found 0"),
         (("--step", "9"), "--step 9: no such step; found no ProfilerStep rows; call prof.step() in the loop"),
