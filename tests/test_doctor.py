@@ -99,11 +99,19 @@ def test_bad_usage(args, word):
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
 @pytest.mark.parametrize("value", ["a", "-1", "9" * 20])
 def test_ranks_that_are_no_numbers_are_bad_usage(monkeypatch, name, value):
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(variable, "1")
     monkeypatch.setenv(name, value)
     status, out, err = doctor()
     assert (status, out) == (2, "")
     assert f"{name}: found {value!r}, expected a number up to " in err
     assert f"fix: start ranks with torchrun, or unset {name}" in err
+
+
+def test_a_port_without_a_launch_does_not_matter(monkeypatch, capsys):
+    monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.1:23456")
+    assert main(["doctor", "--no-probe"]) == 0
+    assert "status: ok" in capsys.readouterr().out
 
 
 def test_a_rank_beyond_the_world_is_bad_usage():

@@ -95,7 +95,8 @@ def _bad_argument(args: argparse.Namespace) -> str | None:
         return f"--timeout: found {args.timeout:g}, expected seconds, 0 to {LONGEST_TIMEOUT_S:.0f}, fix: --timeout 60"
     if args.device == "cuda" and not torch.cuda.is_available():
         return "--device cuda: found no CUDA device, expected one, fix: --device cpu"
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+    # Kubernetes sets MASTER_PORT, to an address, for any service called "master": it matters to a launch only.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *(["MASTER_PORT"] if _launched() else [])):
         found = os.environ.get(name, "0")
         if not (found.isascii() and found.isdigit() and int(found) <= _LARGEST[name]):
             return (

@@ -155,8 +155,8 @@ def _expandable_segments(facts: GroupFacts) -> Finding | None:
     text = problem(
         "expandable segments are on",
         found=found,
-        expected="fixed segments: our arenas come from ncclMemAlloc, not from the caching allocator, and work all the "
-        "same; torch's own symmetric-memory pools and register_mem_pool are at risk (pytorch#187465)",
+        expected="fixed segments: our arenas, not from the caching allocator, work all the same; torch's own "
+        "symmetric-memory pools and register_mem_pool are at risk (pytorch#187465)",
         fix="unset it; keep it, without strict=True, if nothing else in this process allocates torch symmetric memory "
         "from a MemPool",
     )
