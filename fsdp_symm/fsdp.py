@@ -221,7 +221,8 @@ def set_symm_mem_for_comm(
             alone. The host backend and torch's peer memory have one way each.
         modules: shell pattern on FQNs (``"layers.*"``), or ``(fqn, module) -> bool``; ``None`` takes all.
         min_bytes: leave layers with smaller gathered buffers than this on the plain path.
-        strict: raise where something asked for cannot be had, now or later, instead of warning once.
+        strict: raise where something asked for cannot be had, now or later, and under settings that undo or endanger it
+            (one hardware queue, expandable segments, torch's registration hook), instead of warning once.
         slots: at least this many all-gather slots a process group, for programs that unshard modules early by hand.
         dedicated_all_gather: NCCL only: run staged all-gathers on a communicator of their own that carries the zero-CTA
             policy, so that all other collectives keep the default policy.

@@ -343,7 +343,6 @@ def _handles_without_close() -> int:
     return max(len(os.listdir("/proc/self/fd")) - before, 0)  # others may have been closed meanwhile
 
 
-@pytest.mark.filterwarnings("ignore")  # where a handle that was never closed is told
 def test_handles_that_nobody_closes_leave_no_descriptor(ranks2: Ranks) -> None:
     assert ranks2.run(_handles_without_close) == [0, 0]
 

@@ -1,4 +1,4 @@
-"""Commands whose standard output cannot be written: a reader that leaves early, a full disk, a closed descriptor."""
+"""Commands whose standard output cannot be written: a reader that leaves early, a full disk."""
 
 from __future__ import annotations
 
